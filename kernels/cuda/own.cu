@@ -166,33 +166,46 @@ own_sums(const __grid_constant__ OwnNegatives a, const char* mask, i64 mask_row_
          i64* ranks, const double* known_row_nans, double* row_nans) {
   __shared__ float zero_sums[MAX_GROUPS];
   const Group group(a.d, a.parts);
-  const i64 i = group.row;
-  if (i < a.m) {
-    const char* row_mask = mask ? mask + i * mask_row_stride : nullptr;
-    const double limit = limits ? limits[i] : INFINITY_;
+  if (group.row < a.m) {
+    const char* row_mask = mask ? mask + group.row * mask_row_stride : nullptr;
+    const double limit = limits ? limits[group.row] : INFINITY_;
     const float sum = group.sum(multiply_own(a, group, row_mask, mask_stride, limit));
     if (group.lane == 0) zero_sums[group.index] = sum;
   }
-  // The writes of zero_sums[] and of products come before the reads below
-  if (a.parts > 1) __syncthreads();
-  else __syncwarp();
-  if (group.part != 0 || i >= a.m) return;
+  __syncthreads();  // the writes of zero_sums[] and of products come before the reads below
+
+  // float64 operations take as long for one lane as for all. So a warp has as many rows as there are lanes for their
+  // products
+  const int rows_per_block = OWN_THREADS / (group.lanes * (int)a.parts);
+  int lanes = group.lanes;  // of a row; so many rows of `lanes` fit the block
+  while (lanes / 2 >= a.k) lanes /= 2;
+  const int row = threadIdx.x / lanes, lane = threadIdx.x % lanes;
+  if (threadIdx.x / 32 * 32 >= rows_per_block * lanes) return;  // a whole warp
+  const i64 i = blockIdx.x * (i64)rows_per_block + row;
+  const bool has_row = row < rows_per_block && i < a.m;
+  const i64 count = has_row ? a.k : 0;
+  const auto over_lanes = [&](auto x, auto join) {
+    for (int by = lanes / 2; by > 0; by /= 2) x = join(x, __shfl_xor_sync(ALL_LANES, x, by));
+    return x;
+  };
+  const auto add = [](auto x, auto y) { return x + y; };
 
   const Real* products = a.products + i * a.k;
   const double c = a.exponent_factor();
 #if OWN_BIAS
   double top = -INFINITY_;
-  for (i64 j = group.lane; j < a.k; j += group.lanes) top = fmax(top, add_own_bias(a, i * a.k + j, c * products[j]));
-  top = group.max(top);
+  for (i64 j = lane; j < count; j += lanes) top = fmax(top, add_own_bias(a, i * a.k + j, c * products[j]));
+  top = over_lanes(top, [](double x, double y) { return fmax(x, y); });
 #else
   Real largest = (Real)-INFINITY_;
-  for (i64 j = group.lane; j < a.k; j += group.lanes) largest = max_(largest, products[j]);
-  const double top = c * group.join(largest, max_);
+  for (i64 j = lane; j < count; j += lanes) largest = max_(largest, products[j]);
+  const double top = c * over_lanes(largest, max_);
 #endif
-  const double positive = ranks ? positive_logits[i] : 0, rank_factor = (a.scale.bare() + positive_hardness) * LOG2_E;
+  const double positive = ranks && has_row ? positive_logits[i] : 0;
+  const double rank_factor = (a.scale.bare() + positive_hardness) * LOG2_E;
   Real sum = 0, above = 0;
   double moment = 0;
-  for (i64 j = group.lane; j < a.k; j += group.lanes) {
+  for (i64 j = lane; j < count; j += lanes) {
     const double logit = c * products[j], exponent = add_own_bias(a, i * a.k + j, logit);
     if (is_nothing(exponent)) continue;
     const Real e = exp2_((Real)(exponent - top));
@@ -200,12 +213,12 @@ own_sums(const __grid_constant__ OwnNegatives a, const char* mask, i64 mask_row_
     moment += e * logit;
     above += ranks && rank_factor * products[j] > positive;
   }
-  sum = group.sum(sum);
-  if (rows.moment) moment = group.sum(moment);
-  if (ranks) above = group.sum(above);
-  if (group.lane != 0) return;
+  sum = over_lanes(sum, add);
+  if (rows.moment) moment = over_lanes(moment, add);
+  if (ranks) above = over_lanes(above, add);
+  if (lane != 0 || !has_row) return;
   float zero_sum = 0;
-  for (int part = 0; part < a.parts; ++part) zero_sum += zero_sums[group.index + part];
+  for (int part = 0; part < a.parts; ++part) zero_sum += zero_sums[row * a.parts + part];
   row_nans[i] = zero_sum != 0 ? NAN_ : known_row_nans ? known_row_nans[i] : 0;  // NaN != 0 is true
   if (ranks) ranks[i] += (i64)above;
   if (!references) {
@@ -224,52 +237,70 @@ own_sums(const __grid_constant__ OwnNegatives a, const char* mask, i64 mask_row_
 }
 
 // Adds this group's terms to dq, and writes the gradients of its own negatives, for LANE_FEATURES features from `column`
-// on. `u` are the features of the unit query.
-__device__ __forceinline__ void differentiate_own(const OwnNegatives& a, const Group& group, double factor,
-                                                  double reference, const Matrix& gradient, bool wants_query,
-                                                  const Real (&u)[LANE_FEATURES], i64 column,
-                                                  Real (&dq)[LANE_FEATURES]) {
+// on. `u` are the features of the unit query. Returns <dq, u> of the group's own negatives, in parts that the lanes add
+// up. All lanes of the group call this; those without features (`column` is d or more) read and write none.
+__device__ __forceinline__ double differentiate_own(const OwnNegatives& a, const Group& group, double factor,
+                                                    double reference, const Matrix& gradient, bool wants_query,
+                                                    const Real (&u)[LANE_FEATURES], i64 column,
+                                                    Real (&dq)[LANE_FEATURES]) {
   const i64 n = a.d - column, row = group.row * a.k;
   const Matrix own = a.own.of(group.row);
   const double c = a.exponent_factor();
-  const bool reads = wants_query || NORM_FACTORS;
-  for (i64 first = group.part * BATCH; first < a.k; first += a.parts * BATCH) {
-    if (reads) prefetch_batch(a, own, first + a.parts * BATCH, group.chunk, group);
-    Arriving arriving[BATCH];
-    Real products[BATCH];
-#pragma unroll
-    for (int b = 0; b < BATCH; ++b) {
-      products[b] = first + b < a.k ? a.products[row + first + b] : (Real)-INFINITY_;
-      const i64 at = own_row(a, group.row, first + b);
-      if (reads && first + b < a.k && is_own_row(a, at)) arriving[b].load(own, at, column);
-    }
-#pragma unroll
-    for (int b = 0; b < BATCH; ++b) {
-      if (first + b >= a.k) break;
-      Real out[LANE_FEATURES] = {0, 0, 0, 0, 0, 0, 0, 0};
-      int exponent = 0;
-      if (!is_nothing(products[b])) {
+  const bool reads = (wants_query || NORM_FACTORS) && n > 0;
+  double along = 0;
+  // Own negative `at` of this group is own negative get_own(at) of the row: the groups have batches in turns
+  const int k = (int)a.k, parts = (int)a.parts;
+  const auto get_own = [&](int at) { return (at / BATCH * parts + group.part) * BATCH + at % BATCH; };
+  for (int first = 0; get_own(first) < k; first += group.lanes) {
+    // Each lane finds the factor of one own negative, then all lanes read the features of each
+    const int j = get_own(first + group.lane);
+    Real lane_product = (Real)-INFINITY_, lane_g = 0, lane_factor = 1;
+    int lane_exponent = 0;
+    if (j < k) {
+      lane_product = a.products[row + j];
+      if (!is_nothing(lane_product)) {
         // The reference is at least the largest exponent, but for rounding
-        const double exponent2 = add_own_bias(a, row + first + b, c * products[b]);
-        const Real g = (Real)(factor * exp2_((Real)fmin(exponent2 - reference, 0.0)));
-        Real x[LANE_FEATURES] = {0, 0, 0, 0, 0, 0, 0, 0}, unit_factor = 1;
-        if (NORM_FACTORS) {
-          unit_factor = a.factors[row + first + b];
-          exponent = a.exponents[row + first + b];
-        }
-        const i64 at = own_row(a, group.row, first + b);
-        if (reads && NORM_FACTORS && exponent) get_row(x, own, at, column, n, exponent);
-        else if (reads) arriving[b].get(x, own, at, column, n);
-#pragma unroll
-        for (int f = 0; f < LANE_FEATURES; ++f) {
-          const Real unit = unit_factor * x[f];
-          dq[f] += g * unit;
-          out[f] = NORM_FACTORS ? g * unit_factor * (u[f] - products[b] * unit) : g * u[f];
-        }
+        const double exponent2 = add_own_bias(a, row + j, c * lane_product);
+        const double g = factor * exp2_((Real)fmin(exponent2 - reference, 0.0));
+        lane_g = (Real)g, along += g * lane_product;
       }
-      if (gradient.data) set_own(out, gradient, first + b, column, n, exponent);
+      if (NORM_FACTORS) lane_factor = a.factors[row + j], lane_exponent = a.exponents[row + j];
+    }
+    for (int next = 0; next < group.lanes && get_own(first + next) < k; next += BATCH) {  // BATCH divides `lanes`
+      const int batch = get_own(first + next);
+      if (reads) prefetch_batch(a, own, batch + parts * BATCH, group.chunk, group);
+      Arriving arriving[BATCH];
+      i64 rows[BATCH];
+#pragma unroll
+      for (int b = 0; b < BATCH; ++b) {
+        rows[b] = own_row(a, group.row, batch + b);
+        if (reads && batch + b < k && is_own_row(a, rows[b])) arriving[b].load(own, rows[b], column);
+      }
+#pragma unroll
+      for (int b = 0; b < BATCH; ++b) {
+        const Real product = group.get(lane_product, next + b), g = group.get(lane_g, next + b);
+        const Real unit_factor = NORM_FACTORS ? group.get(lane_factor, next + b) : 1;
+        int exponent = NORM_FACTORS ? group.get(lane_exponent, next + b) : 0;
+        if (batch + b >= k || n <= 0) continue;
+        Real out[LANE_FEATURES] = {0, 0, 0, 0, 0, 0, 0, 0};
+        if (is_nothing(product)) {
+          exponent = 0;
+        } else {
+          Real x[LANE_FEATURES] = {0, 0, 0, 0, 0, 0, 0, 0};
+          if (reads && NORM_FACTORS && exponent) get_row(x, own, rows[b], column, n, exponent);
+          else if (reads) arriving[b].get(x, own, rows[b], column, n);
+#pragma unroll
+          for (int f = 0; f < LANE_FEATURES; ++f) {
+            const Real unit = unit_factor * x[f];
+            dq[f] += g * unit;
+            out[f] = NORM_FACTORS ? g * unit_factor * (u[f] - product * unit) : g * u[f];
+          }
+        }
+        if (gradient.data) set_own(out, gradient, batch + b, column, n, exponent);
+      }
     }
   }
+  return along;
 }
 
 // The gradients of own negatives, from the factor a_i and the reference exponent r_i of each row.
@@ -277,20 +308,21 @@ __device__ __forceinline__ void differentiate_own(const OwnNegatives& a, const G
 //   - query_gradient (likewise) gets dq, or with `add` its sum with the contents of query_gradient.
 //   - log_scale_grad[i] (null: not wanted) gets the sum of g_ij x_ij, or with add_log_scale_grad its sum with
 //     log_scale_grad[i].
-extern "C" __global__ void __launch_bounds__(OWN_THREADS, NORM_FACTORS || sizeof(Real) == 8 || WORDS == 2 ? 4 : 6)
+extern "C" __global__ void __launch_bounds__(OWN_THREADS, NORM_FACTORS || sizeof(Real) == 8 || WORDS == 2 ? 4 : 5)
 own_gradients(const __grid_constant__ OwnNegatives a, const double* factors, const double* references,
               const __grid_constant__ Matrix query_gradient, i64 add,
               const __grid_constant__ OwnFeatures own_gradient, double* log_scale_grad, i64 add_log_scale_grad) {
   __shared__ Real sums[OWN_THREADS][LANE_FEATURES];
+  __shared__ double along_parts[MAX_GROUPS];
   const int chunks = (int)((a.d + LANE_FEATURES * count_lanes(a.d) - 1) / (LANE_FEATURES * count_lanes(a.d)));
   const Group group(a.d, a.parts, chunks);
   const i64 i = group.row, column = group.chunk * (i64)(group.lanes * LANE_FEATURES) + group.lane * LANE_FEATURES;
   const bool inside = i < a.m, has_features = inside && column < a.d, wants_query = query_gradient.data;
-  if (has_features && (NORM_FACTORS || wants_query))
-    prefetch_batch(a, a.own.of(i), group.part * BATCH, group.chunk, group);
+  const bool wants_along = NORM_FACTORS || (log_scale_grad && group.chunk == 0);
   double factor = 0, reference = 0, along = 0;  // along: <dq_i, u_qi>
   Unit query = {1, 0};
   if (inside) {
+    if (NORM_FACTORS || wants_query) prefetch_batch(a, a.own.of(i), group.part * BATCH, group.chunk, group);
     factor = factors[i], reference = references[i];
     if (NORM_FACTORS) query = {a.query_factors[i], a.query_exponents[i]};
   }
@@ -300,29 +332,26 @@ own_gradients(const __grid_constant__ OwnNegatives a, const double* factors, con
     if (NORM_FACTORS)
 #pragma unroll
       for (int f = 0; f < LANE_FEATURES; ++f) u[f] *= query.factor;
-    const Matrix gradient = own_gradient.data ? own_gradient.of(i) : Matrix{nullptr, 0, 0, 0};
-    differentiate_own(a, group, factor, reference, gradient, wants_query, u, column, dq);
   }
-  if (a.parts > 1 && wants_query) {  // adds the parts of dq, in their order
+  if (inside) {
+    const Matrix gradient = own_gradient.data ? own_gradient.of(i) : Matrix{nullptr, 0, 0, 0};
+    along = differentiate_own(a, group, factor, reference, gradient, wants_query, u, column, dq);
+    if (wants_along) along = group.sum(along);
+  }
+  if (a.parts > 1) {  // adds the parts, in their order
 #pragma unroll
     for (int f = 0; f < LANE_FEATURES; ++f) sums[threadIdx.x][f] = dq[f];
-    __syncthreads();  // the writes of sums[] come before the reads below
-    for (int part = 1; group.part == 0 && part < a.parts; ++part)
+    if (group.lane == 0) along_parts[group.index] = along;
+    __syncthreads();  // the writes of sums[] and along_parts[] come before the reads below
+    for (int part = 1; group.part == 0 && part < a.parts; ++part) {
+      along += along_parts[group.index + part];
 #pragma unroll
       for (int f = 0; f < LANE_FEATURES; ++f) dq[f] += sums[threadIdx.x + part * group.lanes][f];
+    }
   }
   if (group.part != 0 || !inside) return;
-  if (NORM_FACTORS || log_scale_grad && group.chunk == 0) {
-    const double c = a.exponent_factor();
-    for (i64 j = group.lane; j < a.k; j += group.lanes) {
-      const double product = a.products[i * a.k + j];
-      const double exponent = add_own_bias(a, i * a.k + j, c * product);
-      if (!is_nothing(product)) along += factor * exp2_((Real)fmin(exponent - reference, 0.0)) * product;
-    }
-    along = group.sum(along);
-    if (log_scale_grad && group.chunk == 0 && group.lane == 0)
-      log_scale_grad[i] = along + (add_log_scale_grad ? log_scale_grad[i] : 0);
-  }
+  if (log_scale_grad && group.chunk == 0 && group.lane == 0)
+    log_scale_grad[i] = along + (add_log_scale_grad ? log_scale_grad[i] : 0);
   if (!wants_query || !has_features) return;
   if (NORM_FACTORS)
 #pragma unroll

@@ -11,7 +11,7 @@ import numpy as np
 from ..between_passes import Finalized, OwnNegatives, own_parts
 from ..epilogues import Statistics
 from ..problem import Array, Gradients, Problem
-from .config import OWN_BATCH, PIECE_USES
+from .config import OWN_BATCH, PIECE_USES, own_group_rows
 from .device.arguments import (
     NATURAL,
     Fields,
@@ -216,10 +216,12 @@ class OwnNegativesByKernels(OwnNegatives):
         query, table = map(with_strides_in_whole_elements, (problem.query, problem.own))
         indices, (table_rows, d) = problem.own_indices.reshape(-1), table.shape
         n, pieces = len(indices), len(indices) // PIECE_USES
+        group_rows = own_group_rows(table_rows)
+        row_groups = -(-table_rows // group_rows)
         sorted_indices, order = sort_integers(indices, queue)
         uses = {
             "sorted": sorted_indices, "order": order,
-            "starts": cupy.empty(table_rows + 1, np.int64),
+            "starts": cupy.empty(row_groups + 1, np.int64),
             "sums": cupy.empty((pieces, d), self.dtype), "along": cupy.empty(pieces),
             "known_use": cupy.empty(pieces, np.int64),
         }  # fmt: skip
@@ -235,12 +237,13 @@ class OwnNegativesByKernels(OwnNegatives):
             )  # fmt: skip
 
         groups = self.groups_per_block
-        launch("find_starts", THREADS, table_rows + 1, n=n, table_rows=table_rows)
+        table = {"table_rows": table_rows, "group_rows": group_rows}
+        launch("find_starts", THREADS, row_groups + 1, n=n, **table)
         if pieces:
             launch("own_pieces", groups, pieces * self.chunks, n=n, **row_arguments)
         launch(
-            "own_table", groups, table_rows * self.chunks, gradient=matrix(gradient),
-            table_rows=table_rows, **row_arguments,
+            "own_table", groups, row_groups * self.chunks, gradient=matrix(gradient), **table,
+            **row_arguments,
         )  # fmt: skip
 
     def finish(self, finalized: Finalized, gradients: Gradients) -> None:
