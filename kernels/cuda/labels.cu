@@ -5,8 +5,7 @@
 // are the same in every run. The host reads no result, so it does not know the number of classes.
 #include "sorted.cuh"
 
-constexpr int SORT_THREADS = 1024, SORT_ROWS = 2 * SORT_THREADS;
-constexpr int MERGE_RUNS = 8;  // runs that merge_labels merges to one
+constexpr int SORT_THREADS = 256, SORT_ROWS = 2 * SORT_THREADS;
 
 // A row and its label. Rows of one label are in ascending order, so no two are equal.
 struct Labelled {
@@ -83,29 +82,17 @@ sort_labels(const i64* labels, i64 n, i64 negative_apart, i64* ids, i64* sorted,
   }
 }
 
-// Merges each MERGE_RUNS neighbouring sorted runs of `run` rows (a power of two) to one sorted run. A thread moves one
-// row. Its position in the merged run is its position in its own run, plus the number of rows of each other run that
-// come before it. Of two rows with one label, the row of the earlier run comes first. The searches in all runs go on at
-// the same time, so that a thread waits for memory once in each of their steps.
+// Merges each pair of neighbouring sorted runs of `run` rows to one sorted run. A thread moves one row. Its position in
+// the merged run is its position in its own run, plus the number of rows of the other run that come before it. Of two
+// rows with one label, the row of the first run comes first.
 extern "C" __global__ void merge_labels(const i64* sorted, const i64* order, i64 n, i64 run,
                                         i64* merged, i64* merged_order) {
   const i64 at = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (at >= n) return;
-  const i64 own = at / run, first = own / MERGE_RUNS * MERGE_RUNS * run, label = sorted[at];
-  i64 counts[MERGE_RUNS] = {};  // rows of each run that come before
-  for (i64 step = run; step > 0; step /= 2)
-#pragma unroll
-    for (int other = 0; other < MERGE_RUNS; ++other) {
-      const i64 begin = first + other * run, probe = begin + counts[other] + step;
-      if (probe > min(begin + run, n)) continue;
-      const i64 last = sorted[probe - 1];
-      if (last < label || (last == label && first + other * run < own * run)) counts[other] += step;
-    }
-  i64 to = first + at % run;
-#pragma unroll
-  for (int other = 0; other < MERGE_RUNS; ++other)
-    if (first / run + other != own) to += counts[other];
-  merged[to] = label, merged_order[to] = order[at];
+  const i64 own = at / run, other = own ^ 1;
+  const i64 begin = min(other * run, n), end = min(begin + run, n);
+  const i64 to = own / 2 * 2 * run + at % run + count_before(sorted, begin, end, sorted[at], own % 2);
+  merged[to] = sorted[at], merged_order[to] = order[at];
 }
 
 // The positions of a label among the `n` labels of `keys`, which are in ascending order.

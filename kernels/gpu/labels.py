@@ -14,8 +14,7 @@ from . import plan
 from .device.launcher import Launcher
 from .device.launches import Queue
 
-SORT_THREADS, SORT_ROWS = 1024, 2048  # threads of a block of sort_labels, rows that it sorts
-MERGE_RUNS = 8  # sorted runs that merge_labels merges to one
+SORT_THREADS, SORT_ROWS = 256, 512  # threads of a block of sort_labels, rows that it sorts
 THREADS, SHARE_THREADS = 256, 1024  # of a block of other kernels, of find_shares
 
 
@@ -41,7 +40,7 @@ def sort_integers(
     )  # fmt: skip
     if n <= SORT_ROWS:
         return runs
-    # merge neighbouring sorted runs of `run_rows` rows, until one run is left
+    # merge sorted runs of `run_rows` rows in pairs, until one run is left
     run_rows, merged = SORT_ROWS, (cupy.empty(n, np.int64), cupy.empty(n, np.int64))
     while run_rows < n:
         launcher.launch(
@@ -49,7 +48,7 @@ def sort_integers(
             {"sorted": runs[0], "order": runs[1], "n": n, "run": run_rows, "merged": merged[0],
              "merged_order": merged[1]},
         )  # fmt: skip
-        runs, merged, run_rows = merged, runs, MERGE_RUNS * run_rows
+        runs, merged, run_rows = merged, runs, 2 * run_rows
     return runs
 
 
