@@ -93,6 +93,7 @@ own_products(const __grid_constant__ OwnNegatives a, const char* mask, i64 mask_
   const i64 i = group.row, step = group.lanes * LANE_FEATURES, first_column = group.lane * LANE_FEATURES;
   const Matrix own = a.own.of(i);
   prefetch_batch(a, own, group.part * BATCH, -1, group);
+  prefetch_row(a.query, i, a.d, group.lane, group.lanes);
   if (mask) mask += i * mask_row_stride;
   const double limit = limits ? limits[i] : INFINITY_;
   const i64 begin = group.part * BATCH;
@@ -111,7 +112,7 @@ own_products(const __grid_constant__ OwnNegatives a, const char* mask, i64 mask_
       counts[b] = counts[b] && is_own_row(a, own_rows[b]);
       products[b] = squares[b] = 0;
     }
-#pragma unroll 1
+#pragma unroll 2
     for (i64 column = first_column; column < a.d; column += step) {
       Arriving arriving[BATCH];
       Real q[LANE_FEATURES], x[LANE_FEATURES];
@@ -269,6 +270,10 @@ own_gradients(const __grid_constant__ OwnNegatives a, i64 chunk_groups, const do
   const Matrix own = a.own.of(i), gradient = own_gradient.data ? own_gradient.of(i) : Matrix{nullptr, 0, 0, 0};
   const int prefetched_chunk = chunk_groups == 1 ? -1 : group.chunk;
   if (reads) prefetch_batch(a, own, group.part * BATCH, prefetched_chunk, group);
+  if (inside && group.part == 0 && chunk_groups == 1) {
+    prefetch_row(a.query, i, a.d, group.lane, group.lanes);
+    if (wants_query && add) prefetch_row(query_gradient, i, a.d, group.lane, group.lanes);
+  }
   double factor = 0, reference = 0, along = 0;  // along: <dq_i, u_qi>
   Unit query = {1, 0};
   if (inside) {
