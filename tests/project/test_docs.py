@@ -125,7 +125,7 @@ def test_nothing_is_cut_off(site: Path, tmp_path: Path, page: str, width: int) -
     of numbers and of equations scroll in a box of their own."""
     words = {"migrating": ".table-wrapper", "losses": ".table-wrapper:not(:has(.math))"}
     if width < 500:  # its columns of numbers scroll
-        words["migrating"] = ".table-wrapper:not(:has(th:nth-child(7)))"
+        words["migrating"] = ".table-wrapper:not(:has(th:nth-child(5)))"
     look = tmp_path / "look.html"
     look.write_text(
         f"<meta charset=utf-8><body><iframe width={width} height=2000 "
@@ -331,7 +331,9 @@ def examples(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S)
 
 
-@pytest.mark.parametrize("page", ["faq.md", "index.md", "losses.md", "methods.md"])
+@pytest.mark.parametrize(
+    "page", ["faq.md", "index.md", "late_interaction.md", "losses.md", "methods.md"]
+)
 def test_examples_run(page: str) -> None:
     assert examples(page)
     names: dict[str, object] = {}
