@@ -215,16 +215,18 @@ struct Larger {
   __device__ __forceinline__ double operator()(double x, double y) const { return fmax(x, y); }
 };
 
-// Joins each of the N numbers x over a thread block of 1024 threads, which all call this. Thread 0 gets the results.
-template <int N, class F>
-__device__ __forceinline__ void reduce_to_thread_0(double (&x)[N], double (&memory)[N][32], F join) {
+// Joins each of the N numbers x over a thread block of THREADS threads, which all call this. Thread 0 gets the results.
+template <int THREADS, int N, class F>
+__device__ __forceinline__ void reduce_to_thread_0(double (&x)[N], double (&memory)[N][THREADS / 32], F join) {
+  constexpr int WARPS = THREADS / 32;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
   for (int step = 0; step < 2; ++step) {  // over the lanes of a warp, then over the warps
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
-      for (int lanes = 16; lanes > 0; lanes /= 2) x[n] = join(x[n], __shfl_xor_sync(ALL_LANES, x[n], lanes));
+      for (int lanes = (step ? WARPS : 32) / 2; lanes > 0; lanes /= 2)
+        x[n] = join(x[n], __shfl_xor_sync(ALL_LANES, x[n], lanes));
     if (step == 1) return;
     if (lane == 0)
 #pragma unroll
@@ -232,8 +234,23 @@ __device__ __forceinline__ void reduce_to_thread_0(double (&x)[N], double (&memo
     __syncthreads();  // the writes of memory[] come before the reads
     if (warp != 0) return;
 #pragma unroll
-    for (int n = 0; n < N; ++n) x[n] = memory[n][lane];
+    for (int n = 0; n < N; ++n) x[n] = memory[n][lane % WARPS];
   }
+}
+
+// Whether this thread block is the last one of the launch to come here. All its threads call this, and then see what
+// the other blocks have written before. *arrived is 0 before the launch, and after it. No block waits for another.
+__device__ __forceinline__ bool is_last_block(u32* arrived) {
+  __shared__ bool is_last;
+  __threadfence();  // this thread's writes come before the addition below, for threads of other blocks
+  __syncthreads();  // so do those of all threads of the block
+  if (threadIdx.x == 0) {
+    is_last = atomicAdd(arrived, 1u) == gridDim.x - 1;
+    if (is_last) *arrived = 0;
+  }
+  __syncthreads();  // the write of is_last comes before the reads below
+  __threadfence();  // the additions of other blocks come before this thread's reads of their writes
+  return is_last;
 }
 
 // Column results from the accumulators of tensor cores. Lanes t, t + 4, ... t + 28 share columns, so value v[g] of

@@ -35,7 +35,7 @@ if not MISSING:
     from infonce.kernels.gpu.device.launcher import device_properties
     from infonce.kernels.gpu.schedule import decisions
     from infonce.kernels.gpu.tiled import gradient as gpu_gradients
-    from infonce.kernels.gpu.tiled.gradient_factors import Accumulator
+    from infonce.kernels.gpu.tiled.gradient import Accumulator
 
 
 @pytest.mark.parametrize(("dtype", "precision"), CASES)

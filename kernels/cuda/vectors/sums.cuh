@@ -2,6 +2,7 @@
 // partial sums of each block, `finalize` computes losses and the factors of the gradient pass from complete sums, and
 // `totals` adds up the losses. Logits are in base 2 here, x2 = c x.
 #pragma once
+#include "vectors/factors.cuh"
 #include "vectors/running_sums.cuh"
 
 #ifndef LABEL_WEIGHTS
@@ -182,12 +183,12 @@ struct DefaultVectors {
 };
 
 // Before a log-sum-exp pass: sums of m rows and n columns become (-inf, 0, 0), and logits of positives [m, set_size]
-// become NaN, until the pass finds them. Pointers of `columns`, and `any_key_not_finite`, may be null.
+// become NaN, until the pass finds them. Pointers of `columns`, `any_key_not_finite` and `arrived` may be null.
 extern "C" __global__ void begin(const __grid_constant__ Sums rows,
                                  const __grid_constant__ Sums columns, double* positive_logits,
                                  i64 set_size, i64 m, i64 n,
                                  const __grid_constant__ DefaultVectors defaults,
-                                 double* any_key_not_finite) {
+                                 double* any_key_not_finite, u32* arrived) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i < m) {
     rows.set(i, {-INFINITY_, 0, 0});
@@ -196,6 +197,7 @@ extern "C" __global__ void begin(const __grid_constant__ Sums rows,
   }
   if (columns.max && i < n) columns.set(i, {-INFINITY_, 0, 0});
   if (any_key_not_finite && i == 0) *any_key_not_finite = 0;
+  if (arrived && i == 0) *arrived = 0;
 }
 
 // *out = scale + by: the scale of exponents with `hardness`, where by is the hardness.
@@ -262,6 +264,62 @@ extern "C" __global__ void add_bias(const double* x, const double* bias, double 
 // The reference exponent for a log-sum-exp in base 2. Without logits it is -inf, and any finite number serves.
 __device__ __forceinline__ double get_reference(double lse2) { return is_nothing(lse2) ? 0 : lse2; }
 
+// x times its weight. With weight 0, an infinite x gives 0, and a NaN stays NaN.
+__device__ __forceinline__ double weighted(double x, double weight) {
+  return weight == 0 && !isnan(x) ? 0 : weight * x;
+}
+
+// The scalars of a result. log_scale_grad, dots and bias_grad may be null, and count as 0; null row_shares count as 1.
+//
+//     loss:                  out[0] = common_share * sum of losses[i] * row_shares[i]
+//     gradient of the scale: out[1] = (sum of log_scale_grad + sum of dots / pair_repeats) / scale
+//     gradient of the bias:  out[2] = sum of bias_grad / scale
+//
+// `dots` are <dQ_i, q_i> of `count` rows. They contain each pair `pair_repeats` times: 2 if queries are keys, else 1.
+// bias_grad has the sums of dL/dx over rows, with x a product. A logit is z = scale x + bias, so dL/dz is
+// (dL/dx) / scale, and the gradient of the bias is the sum of dL/dz.
+struct Totals {
+  const double* losses;
+  i64 m;
+  double common_share;
+  const double *row_shares, *log_scale_grad, *dots;
+  i64 count;
+  double pair_repeats;
+  const double* bias_grad;
+  Scale scale;
+  void* out;
+  i64 is_float;
+
+  // Adds row i to the sums x of losses, log_scale_grad, dots and bias_grad.
+  __device__ __forceinline__ void add(double (&x)[4], i64 i) const {
+    if (i < m) {
+      x[0] += row_shares ? weighted(losses[i], row_shares[i]) : losses[i];
+      if (log_scale_grad) x[1] += log_scale_grad[i];
+      if (bias_grad) x[3] += bias_grad[i];
+    }
+    if (dots && i < count) x[2] += dots[i];
+  }
+  // Writes the scalars, from the sums over all rows.
+  __device__ __forceinline__ void write(const double (&x)[4]) const {
+    const double scalars[3] = {common_share * x[0], (x[1] + x[2] / pair_repeats) / scale.bare(), x[3] / scale.bare()};
+#pragma unroll
+    for (int i = 0; i < 3; ++i)
+      if (is_float) ((float*)out)[i] = (float)scalars[i];
+      else ((double*)out)[i] = scalars[i];
+  }
+};
+
+// What the last thread block of `finalize` computes from the results of all rows, so that no launch of one thread block
+// follows: the scalars (`totals`), and the ranges of the gradient pass.
+struct Conclusion {
+  i64 has_totals;
+  Totals totals;
+  RangeSources sources;
+  Ranges* ranges;    // null: not wanted
+  double* partials;  // [thread blocks, 8]; null: nothing is wanted
+  u32* arrived;
+};
+
 struct FinalizeArguments {
   Sums rows, columns;                // complete; `columns` counts only if two_sided
   double* positive_logits;           // [m, set_size] base-2 logits of positives, in the scale of exponents
@@ -279,6 +337,7 @@ struct FinalizeArguments {
   double *losses, *row_loss, *row_reference, *column_loss, *column_reference, *row_factor,
       *column_factor, *positive_gradient, *log_scale_grad, *metrics_positive_logits;
   void *row_lse, *column_lse;        // log-sum-exps, natural units: float if lse_is_float, else double
+  Conclusion conclusion;
 #if LABEL_WEIGHTS
   const double* label_weights;  // [m, set_size] weights of positives in the target of their row
 #endif
@@ -359,13 +418,10 @@ __device__ void finalize_set(const FinalizeArguments& f, i64 i) {
           a * row.negative_probability);  // fractions add up to 1
 }
 
-// From complete sums to losses, and the factors of the gradient pass (solve.Vectors.finalize in Python). A thread
-// computes row i, and column i if the loss has two directions; key i is then the positive of query i. With a and b the
-// factors of row and column, -dL/dx at the positive is a negative_probability of the row, plus b negative_probability
+// `finalize` for row i, and for column i if the loss has two directions; key i is then the positive of query i. With a
+// and b the factors of row and column, -dL/dx at the positive is a negative_probability of the row, plus b negative_probability
 // of the column, plus, if queries are the keys, the row's term of the partner.
-extern "C" __global__ void finalize(const __grid_constant__ FinalizeArguments f) {
-  const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
-  if (i >= f.m) return;
+__device__ __forceinline__ void finalize_row(const FinalizeArguments& f, i64 i) {
   if (f.set_size > 1) {
     finalize_set(f, i);
     return;
@@ -400,44 +456,62 @@ extern "C" __global__ void finalize(const __grid_constant__ FinalizeArguments f)
   f.positive_gradient[i] = -(at_positive + partner_gradient);
 }
 
+constexpr int FINALIZE_THREADS = 128;
+
+// From complete sums to losses, and the factors of the gradient pass (solve.Vectors.finalize in Python). A thread
+// computes a row.
+extern "C" __global__ void __launch_bounds__(FINALIZE_THREADS) finalize(const __grid_constant__ FinalizeArguments f) {
+  __shared__ double memory[2][4][FINALIZE_THREADS / 32];
+  const i64 i = blockIdx.x * (i64)FINALIZE_THREADS + threadIdx.x;
+  if (i < f.m) finalize_row(f, i);
+  const Conclusion& c = f.conclusion;
+  if (!c.partials) return;
+  double sums[4] = {0, 0, 0, 0}, maxima[4] = NO_RANGES;
+  if (c.has_totals) c.totals.add(sums, i);
+  if (c.ranges) c.sources.add(maxima, i);
+  reduce_to_thread_0<FINALIZE_THREADS>(sums, memory[0], Plus());
+  reduce_to_thread_0<FINALIZE_THREADS>(maxima, memory[1], Larger());
+  double* const partials = c.partials;
+  if (threadIdx.x == 0)
+#pragma unroll
+    for (int n = 0; n < 4; ++n) partials[blockIdx.x * 8 + n] = sums[n], partials[blockIdx.x * 8 + 4 + n] = maxima[n];
+  if (!is_last_block(c.arrived)) return;
+  const double no_ranges[4] = NO_RANGES;
+#pragma unroll
+  for (int n = 0; n < 4; ++n) sums[n] = 0, maxima[n] = no_ranges[n];
+  for (int block = threadIdx.x; block < gridDim.x; block += FINALIZE_THREADS)
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      sums[n] += partials[block * 8 + n];
+      maxima[n] = fmax(maxima[n], partials[block * 8 + 4 + n]);
+    }
+  reduce_to_thread_0<FINALIZE_THREADS>(sums, memory[0], Plus());
+  reduce_to_thread_0<FINALIZE_THREADS>(maxima, memory[1], Larger());
+  if (threadIdx.x != 0) return;
+  if (c.has_totals) c.totals.write(sums);
+  if (c.ranges) *c.ranges = c.sources.find(maxima);
+}
+
 constexpr int TOTALS_THREADS = 1024;
 
-// x times its weight. With weight 0, an infinite x gives 0, and a NaN stays NaN.
-__device__ __forceinline__ double weighted(double x, double weight) {
-  return weight == 0 && !isnan(x) ? 0 : weight * x;
-}
-
-// The scalars of a result, by one thread block, at the end of a call. log_scale_grad, dots and bias_grad may
-// be null, and count as 0; null row_shares count as 1.
-//
-//     loss:                  out[0] = common_share * sum of losses[i] * row_shares[i]
-//     gradient of the scale: out[1] = (sum of log_scale_grad + sum of dots / pair_repeats) / scale
-//     gradient of the bias:  out[2] = sum of bias_grad / scale
-//
-// `dots` are <dQ_i, q_i> of `count` rows. They contain each pair `pair_repeats` times: 2 if queries are keys, else 1.
-// bias_grad has the sums of dL/dx over rows, with x a product. A logit is z = scale x + bias, so dL/dz is
-// (dL/dx) / scale, and the gradient of the bias is the sum of dL/dz.
+// Writes struct Totals at the end of a call. Each thread block has its part of the rows, and the last one adds up the
+// sums of all, always in one order. `partials` [blocks, 4] and `arrived` serve several blocks.
 extern "C" __global__ void __launch_bounds__(TOTALS_THREADS)
-totals(const double* losses, i64 m, double common_share, const double* row_shares, const double* log_scale_grad,
-       const double* dots, i64 count, double pair_repeats, const double* bias_grad,
-       const __grid_constant__ Scale scale, void* out, i64 is_float) {
-  __shared__ double memory[4][32];
-  double x[4] = {0, 0, 0, 0};  // sums of losses, log_scale_grad, dots and bias_grad
+totals(const __grid_constant__ Totals t, double* partials, u32* arrived) {
+  __shared__ double memory[4][TOTALS_THREADS / 32];
+  double x[4] = {0, 0, 0, 0};
 #pragma unroll 8  // one multiprocessor needs many loads in flight
-  for (i64 i = threadIdx.x; i < m; i += TOTALS_THREADS) {
-    x[0] += row_shares ? weighted(losses[i], row_shares[i]) : losses[i];
-    if (log_scale_grad) x[1] += log_scale_grad[i];
-    if (bias_grad) x[3] += bias_grad[i];
+  for (i64 i = blockIdx.x * (i64)TOTALS_THREADS + threadIdx.x; i < max(t.m, t.count); i += gridDim.x * TOTALS_THREADS)
+    t.add(x, i);
+  reduce_to_thread_0<TOTALS_THREADS>(x, memory, Plus());
+  if (gridDim.x > 1) {
+    if (threadIdx.x == 0)
+      for (int n = 0; n < 4; ++n) partials[blockIdx.x * 4 + n] = x[n];
+    if (!is_last_block(arrived)) return;
+    for (int n = 0; n < 4; ++n) x[n] = 0;
+    for (int block = threadIdx.x; block < gridDim.x; block += TOTALS_THREADS)
+      for (int n = 0; n < 4; ++n) x[n] += partials[block * 4 + n];
+    reduce_to_thread_0<TOTALS_THREADS>(x, memory, Plus());
   }
-  if (dots)
-#pragma unroll 8
-    for (i64 i = threadIdx.x; i < count; i += TOTALS_THREADS) x[2] += dots[i];
-  reduce_to_thread_0(x, memory, Plus());
-  const double sums[3] = {common_share * x[0], (x[1] + x[2] / pair_repeats) / scale.bare(), x[3] / scale.bare()};
-  if (threadIdx.x) return;
-#pragma unroll
-  for (int i = 0; i < 3; ++i)
-    if (is_float) ((float*)out)[i] = (float)sums[i];
-    else ((double*)out)[i] = sums[i];
+  if (threadIdx.x == 0) t.write(x);
 }
-

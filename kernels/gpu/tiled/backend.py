@@ -22,8 +22,10 @@ from ...problem import Array, Gradients, Problem
 from ...solve import Solution, make_solution, sigmoid_solution
 from ..device.launcher import device_properties
 from ..device.launches import Queue
+from ..gradient_factors import LARGEST_ELEMENT
 from ..linear import GPURows
 from ..schedule import BlockPass, Call, Purpose, ScheduledPass, tiled_schedule
+from ..vectors import Conclusion
 from .buffers import Buffers
 from .gradient import SoftmaxRun
 from .lse import RetrievalRanksRun, StatisticsRun
@@ -78,10 +80,13 @@ class GPU:
             self.run((scheduled,), problem, epilogues[scheduled.purpose], gradients)
 
         # Losses, the factors of the gradient pass, and the gradient pass
-        triangle = first_passes[0].grid.triangle
-        finalized = vectors.finalize(problem, stats, triangle, gradients is not None, self)
+        triangle, gradient_passes = first_passes[0].grid.triangle, passes[len(first_passes) :]
+        finalized = vectors.finalize(
+            problem, stats, triangle, gradients is not None, self,
+            conclusion=self._conclusion(problem, gradients, bool(gradient_passes)),
+        )  # fmt: skip
         epilogue = finalized.softmax_gradient(problem.symmetric)
-        self.run(passes[len(first_passes) :], problem, epilogue, gradients)
+        self.run(gradient_passes, problem, epilogue, gradients)
         if finalized.own is not None and gradients is not None:
             finalized.own.finish(finalized, gradients)
         # the gradient of the scale follows from `dots`, or from moments of the sums
@@ -90,6 +95,26 @@ class GPU:
             problem, finalized.losses, finalized.log_scale_grad, dots, bias_grad=None
         )
         return make_solution(finalized, stats, loss, scale_grad)
+
+    def _conclusion(
+        self, problem: Problem, gradients: Gradients | None, has_gradient_pass: bool
+    ) -> Conclusion:
+        """What `finalize` may compute besides its vectors, because no other step changes these."""
+        if problem.linear_terms:
+            return Conclusion()
+        pair_vectors, dots = self.buffers.pair_vectors, None
+        has_biases = pair_vectors is not None and (
+            pair_vectors.row_bias is not None or pair_vectors.column_bias is not None
+        )
+        largest_element = None
+        if has_gradient_pass and not has_biases:
+            largest_element = LARGEST_ELEMENT.get(self.buffers.precision, 1.0)
+        has_totals = True
+        if gradients is not None and problem.scale_grad_from_dots:
+            dots = gradients.dots  # only one pass has computed them by now
+            has_totals = not has_gradient_pass and problem.own is None
+            has_totals = has_totals and dots is not None and len(dots) <= problem.shape[0]
+        return Conclusion(has_totals, dots, largest_element)
 
     def run_block_pass(self, problem: Problem, epilogue: Any, gradients: Gradients | None) -> None:
         """Run the pass of a block over ranks; or, for a `BlockQuestion`, answer the question."""

@@ -6,6 +6,7 @@ The other subclasses are in one_pass.py and ../distill/run.py.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import cupy
@@ -17,20 +18,47 @@ from ...problem import LOG2_E, Array, Gradients, Problem
 from .. import config, schedule
 from ..device.arguments import Fields, address, matrix
 from ..device.cublas import ARITHMETIC, ELEMENT_TYPE, OP_N, OP_T, host_number
-from ..linear import linear_gradients
-from ..schedule import CACHED_BLOCK_COLUMNS, ScheduledPass
-from .buffers import Buffers
-from .gradient_factors import (
+from ..gradient_factors import (
     FACTOR_SOURCES,
     LARGEST_ELEMENT,
     RANGE_THREADS,
-    Accumulator,
     GradientFactors,
     allocate_ranges,
     find_ranges,
+    range_sources,
 )
+from ..linear import linear_gradients
+from ..schedule import CACHED_BLOCK_COLUMNS, ScheduledPass
+from .buffers import Buffers
 from .operands import NO_GRADIENT_BLOCK, CachedExponentials, GradientBlock, Operand
 from .run import PassRun
+
+
+@dataclass
+class Accumulator:
+    """Sums of products, dQ or dK before `GradientRun.finish` completes the gradients.
+
+    They are divided by the gradient divisor, as gradient blocks are. A row of dQ is the sum of its
+    `dq_copies`, which `finish` adds up.
+    """
+
+    array: Array  # [dq_copies, rows, stride], or the destination of the gradients
+    stride: int  # elements from row to row
+    first_row: int  # of dQ or dK, in `array`
+    overlay: Accumulator | None = None  # has rows before `first_row`, in the gradients' memory
+    dq_copies: int = 1  # 1 for dK
+
+    @property
+    def copy_stride(self) -> int:
+        """Elements from a copy to the next copy."""
+        return int(self.array.size) // self.dq_copies
+
+    def pointer(self, row: int) -> int:
+        """The address of a row of dQ or dK, in its first copy."""
+        if self.overlay is not None and row < self.first_row:
+            return self.overlay.pointer(row)
+        offset = (row - self.first_row) * self.stride * self.array.dtype.itemsize
+        return int(self.array.data.ptr + offset)
 
 
 class GradientRun(PassRun):
@@ -287,7 +315,8 @@ class GradientRun(PassRun):
         """
         largest = LARGEST_ELEMENT.get(self.buffers.precision, 1.0)
         set_size = self.problem.set_size
-        find_ranges(self.launcher, (m, n), vectors, self.ranges, largest, by_factor, set_size)
+        sources = range_sources((m, n), vectors, largest, by_factor, set_size)
+        find_ranges(self.launcher, self.ranges, sources)
 
 
 class SoftmaxRun(GradientRun):
@@ -322,7 +351,10 @@ class SoftmaxRun(GradientRun):
         # dL/dx at a positive bounds its row of the gradient block, unless the row has several
         # positives or linear terms
         bounded_by_positive = not epilogue.linear and problem.set_size == 1
-        self.find_ranges(m, n, by_factor=not bounded_by_positive, **sources)
+        if buffers.vectors.ranges is not None:
+            self.ranges = buffers.vectors.ranges
+        else:
+            self.find_ranges(m, n, by_factor=not bounded_by_positive, **sources)
         self.positive_gradient = sources["positive_gradient"]
         if epilogue.linear:  # the sides whose gradients this pass computes
             sides = (False, scheduled.dq_accumulator), (True, scheduled.dk_accumulator)
