@@ -82,6 +82,7 @@ class GradientRun(PassRun):
         self.linear_fields: dict[bool, Fields] = {}
         # None: this pass does not compute the gradient. In a triangle, both are the same object
         self.dq_accumulator = self.dk_accumulator = None
+        self.last_sides: list[Fields] = []  # struct Side of the last rows of dQ, for the `end`
         # (whether the sums are of dK, number of the row or column block), once they have a product
         self.begun: set[tuple[bool, int]] = set()
         if buffers.cached is not None:
@@ -222,10 +223,16 @@ class GradientRun(PassRun):
             )  # fmt: skip
 
     def end_rows(self, rows: slice) -> None:
-        """Complete dQ of `rows`, unless it is complete only at the `end`, as in a triangle."""
+        """Complete dQ of `rows`, unless it is complete only at the `end`, as in a triangle.
+
+        The last rows are completed there too, so that one launch serves them and all of dK.
+        """
         if self.dq_accumulator is not None and not self.grid.triangle:
             assert self.gradients is not None
-            self.finish(self.dq_accumulator, rows, self.gradients.query)
+            side = self.side(self.dq_accumulator, rows, self.gradients.query)
+            self.last_sides = [side] if rows == self.grid.rows[-1] else []
+            if not self.last_sides:
+                self.finish(side)
 
     def end(self) -> None:
         """Complete dK, or dQ in a triangle, after all blocks have added to it.
@@ -238,30 +245,53 @@ class GradientRun(PassRun):
         accumulator, gradients = self.dk_accumulator, self.gradients
         accumulator_rows = self.scheduled.dk_accumulator
         if accumulator is None or accumulator_rows is None:
+            self.finish(*self.last_sides)
             return
         assert gradients is not None
+        if accumulator_rows.overlaid:
+            self.finish(*self.last_sides)
+            self.last_sides = []
         out: Array = gradients.query if accumulator is self.dq_accumulator else gradients.key
         rows_at_once = max(1, accumulator_rows.rows_converted_at_once)
         for rows in slices(accumulator_rows.overlaid, rows_at_once):
             destination = out[rows]
             memory = self.gradient_block.memory.data
             converted = cupy.ndarray(destination.shape, destination.dtype, memory)
-            self.finish(accumulator, rows, converted, rows.start)
+            self.finish(self.side(accumulator, rows, converted, rows.start))
             self.launcher.queue.copy(destination.data, converted.data, destination.nbytes)
         # these rows come last: the memory of their gradients had sums of overlaid rows until now
-        self.finish(accumulator, slice(accumulator.first_row, self.grid.columns[-1].stop), out)
+        last_rows = slice(accumulator.first_row, self.grid.columns[-1].stop)
+        self.finish(*self.last_sides, self.side(accumulator, last_rows, out))
 
-    def finish(
-        self, accumulator: Accumulator, rows: slice, out: Array, first_out_row: int = 0
-    ) -> None:  # fmt: skip
-        """Complete the gradients of `rows`, which are queries or keys, and write them to `out`.
+    def finish(self, *sides: Fields) -> None:
+        """Complete the gradients of one `side` or two, in one launch.
 
         The kernel multiplies sums by the gradient divisor, adds positives and linear terms, and
-        differentiates through the normalisation. Row 0 of `out` is row `first_out_row`.
+        differentiates through the normalisation.
+        """
+        if not sides:
+            return
+        d, (one, other) = self.problem.shape[2], (*sides, sides[0] | {"n": 0})[:2]
+        defines = {"NORM_FACTORS": int(self.problem.normalize)}
+        if self.problem.set_size > 1:
+            defines["SETS"] = 1
+        if self.linear_fields:
+            defines["LINEAR"] = 1
+        # a thread block has up to 16 rows of one side
+        rows = -(-one["n"] // 16) * 16 + other["n"]
+        self.launcher.launch_rows(
+            "finish", rows, d, file="finish.cu", defines=defines, one=one, other=other, d=d
+        )  # fmt: skip
+
+    def side(
+        self, accumulator: Accumulator, rows: slice, out: Array, first_out_row: int = 0
+    ) -> Fields:
+        """struct Side of `rows`, which are queries or keys, for `finish`.
+
+        Row 0 of `out`, to which the gradients are written, is row `first_out_row`.
         """
         buffers, problem, gradients = self.buffers, self.problem, self.gradients
         assert gradients is not None
-        n, d = rows.stop - rows.start, problem.shape[2]
         gradient_divisor, divisor_step = self.ranges, 0  # step 0: all rows have the same divisor
 
         # `side` has the rows. The other side has their partners, with which they form positives
@@ -285,27 +315,22 @@ class GradientRun(PassRun):
             self.launcher.launch_vectors(
                 "add_dq_copies", size, sums=sums, n=size, dq_copies=accumulator.dq_copies
             )  # fmt: skip
-        defines = {"NORM_FACTORS": int(problem.normalize)}
-        if problem.set_size > 1:
-            defines["SETS"] = 1
-        linear: dict[str, Any] = {}
-        if self.linear_fields:
-            defines["LINEAR"] = 1
-            linear["linear"] = self.linear_fields[accumulator is not self.dq_accumulator]
-        self.launcher.launch_rows(
-            "finish", n, d, file="finish.cu", defines=defines, **linear,
-            acc=accumulator.pointer(rows.start), acc_stride=accumulator.stride,
-            first=rows.start, n=n, d=d, z=matrix(side.features), factor=side.factor,
-            exponent=side.exponent,
-            positives={
+        fields = {
+            "acc": accumulator.pointer(rows.start), "acc_stride": accumulator.stride,
+            "first": rows.start, "n": rows.stop - rows.start, "z": matrix(side.features),
+            "factor": side.factor, "exponent": side.exponent,
+            "positives": {
                 "gradient": self.positive_gradient, **entries, "set_size": problem.set_size,
                 "others": len(other.features), "z": matrix(other.features), "factor": other.factor,
                 "exponent": other.exponent,
             },
-            gradient_divisor=gradient_divisor, divisor_step=divisor_step,
-            feature_divisor=other.feature_divisor, dots=dots, add=add,
-            out=matrix(out, -first_out_row),
-        )  # fmt: skip
+            "gradient_divisor": gradient_divisor, "divisor_step": divisor_step,
+            "feature_divisor": other.feature_divisor, "dots": dots,
+            "out": matrix(out, -first_out_row), "add": add,
+        }  # fmt: skip
+        if self.linear_fields:
+            fields["linear"] = self.linear_fields[accumulator is not self.dq_accumulator]
+        return fields
 
     def find_ranges(self, m: int, n: int, by_factor: bool = False, **vectors: Array) -> None:
         """Write `self.ranges`, with `LARGEST_ELEMENT` of the precision: see the function.
