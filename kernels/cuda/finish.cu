@@ -23,6 +23,9 @@
 #ifndef LINEAR
 #define LINEAR 0  // 1: the loss has terms that are linear in the logits (kernels/linear.py)
 #endif
+#ifndef BOTH_SIDES
+#define BOTH_SIDES 0  // 1: one launch serves queries and keys; fewer rows of a large batch are in flight then
+#endif
 
 // The positives of the rows that are completed. A positive is a pair of such a row and its partner, a row of the other
 // side. Gradient blocks do not contain the pair's dL/dx.
@@ -239,14 +242,14 @@ __device__ __forceinline__ void finish_row(const Side& side, i64 offset, i64 d, 
 #endif
 }
 
-// Completes the gradients of one side, or of both: the first thread blocks have the rows of `one`, the others those of
-// `other` (n is 0: there are none). `d` is the number of features.
+// Completes the gradients of one side; or with BOTH_SIDES of two: the first thread blocks have the rows of `one`, the
+// others those of `other`. `d` is the number of features.
 extern "C" __global__ void __launch_bounds__(ROWS_THREADS, sizeof(Real) == 8 || NORM_FACTORS && LINEAR ? 2 : NORM_FACTORS ? 3 : 4)
 finish(const __grid_constant__ Side one, const __grid_constant__ Side other, i64 d) {
   const int lanes = count_lanes(d), lane = threadIdx.x % lanes, rows_per_block = ROWS_THREADS / lanes;
   const i64 row = lanes_row(lanes), one_rows = (one.n + rows_per_block - 1) / rows_per_block * rows_per_block;
   // Two calls, so that the addresses of a side's fields are constants
-  if (row < one_rows) finish_row(one, row, d, lane, lanes);
+  if (!BOTH_SIDES || row < one_rows) finish_row(one, row, d, lane, lanes);
   else finish_row(other, row - one_rows, d, lane, lanes);
 }
 

@@ -478,12 +478,12 @@ class TiledVectors(ElementwiseVectors):
         out = self.known_totals
         if out is None:
             fields, out = self._totals_fields(problem, losses, log_scale_grad, dots, bias_grad)
-            blocks = 1
-            if self.arrived is not None:
-                blocks = min(64, -(-max(fields["m"], fields["count"]) // 8192))
+            if self.arrived is None:
+                self.arrived = self.launcher.queue.zeroed_array(1, np.uint32)
+            blocks = min(512, -(-max(fields["m"], fields["count"]) // 128))
             self.launcher.launch(
-                "vectors.cu", "totals", blocks, 1024,
-                {"t": fields, "partials": cupy.empty((blocks, 4)), "arrived": self.arrived},
+                "vectors.cu", "totals", blocks, 128,
+                {"t": fields, "partials": cupy.empty((blocks, 8)), "arrived": self.arrived},
             )  # fmt: skip
         return (
             None if problem.common_share is None else out[0],

@@ -24,7 +24,6 @@ struct FactorSources {
 };
 
 constexpr int RANGE_THREADS = 1024;
-#define NO_RANGES {-INFINITY_, -INFINITY_, -INFINITY_, 0}
 // One exponential serves both directions if the largest log-sum-exp of a row is less than SPREAD (base 2) above the
 // least of a column. The factors u, and v without column_factor, are then below 2^(SPREAD / 2), because each has half
 // of the difference (`middle`). With a larger difference, u and v could overflow float32.
@@ -52,30 +51,26 @@ struct RangeSources {
   i64 m, n, set_size, by_factor;
   double largest_element;
 
-  // Adds row i and its pairs, and column i, to the maxima x: of the log-sum-exps of rows, of these times -1, of those of
-  // columns times -1, and of the bound. Those of nothing are NO_RANGES. Of the least, the largest negative: all four are
-  // maxima.
-  __device__ __forceinline__ void add(double (&x)[4], i64 i) const {
-    double &high = x[0], &minus_low = x[1], &minus_least = x[2], &bound = x[3];
-    if (i < m) {
-      if (f.row_reference) {
-        high = fmax(high, f.row_reference[i]);
-        minus_low = fmax(minus_low, -f.row_reference[i]);
-      }
-      const double share = by_factor ? 2 : f.positive_gradient ? MIN_BOUND_SHARE : 1;
-      bound = fmax(bound, fabs(f.row_factor[i]) * share);
-      if (f.positive_gradient)
-        for (i64 pair = i * set_size; pair < (i + 1) * set_size; ++pair)
-          bound = fmax(bound, 2 * fabs(f.positive_gradient[pair]));
+  // Adds row i, one of its pairs, or column j to the maxima x: of the log-sum-exps of rows, of these times -1, of those of
+  // columns times -1, and of the bound. Of the least, the largest negative: all four are maxima.
+  __device__ __forceinline__ void add_row(double* x, i64 i) const {
+    if (f.row_reference) {
+      x[0] = fmax(x[0], f.row_reference[i]);
+      x[1] = fmax(x[1], -f.row_reference[i]);
     }
-    if (f.column_reference && i < n) {
-      minus_least = fmax(minus_least, -f.column_reference[i]);
-      if (by_factor) bound = fmax(bound, 2 * fabs(f.column_factor[i]));
-      if (f.column_positive_gradient) bound = fmax(bound, 2 * fabs(f.column_positive_gradient[i]));
-    }
+    x[3] = fmax(x[3], fabs(f.row_factor[i]) * (by_factor ? 2 : f.positive_gradient ? MIN_BOUND_SHARE : 1));
+  }
+  __device__ __forceinline__ void add_pair(double* x, i64 pair) const {
+    if (f.positive_gradient) x[3] = fmax(x[3], 2 * fabs(f.positive_gradient[pair]));
+  }
+  __device__ __forceinline__ void add_column(double* x, i64 j) const {
+    if (!f.column_reference) return;
+    x[2] = fmax(x[2], -f.column_reference[j]);
+    if (by_factor) x[3] = fmax(x[3], 2 * fabs(f.column_factor[j]));
+    if (f.column_positive_gradient) x[3] = fmax(x[3], 2 * fabs(f.column_positive_gradient[j]));
   }
   // The numbers, from the maxima of all rows and columns.
-  __device__ __forceinline__ Ranges find(const double (&x)[4]) const {
+  __device__ __forceinline__ Ranges find(const double* x) const {
     const double high = x[0], minus_low = x[1], minus_least = x[2], bound = x[3];
     const bool usable = bound > 1e-300 && bound < INFINITY_;
     return {usable ? bound / largest_element : 1.0, 0.5 * (high - minus_least),
@@ -86,11 +81,16 @@ struct RangeSources {
 // Writes struct Ranges, by one thread block. `finalize` (sums.cuh) does so itself, if no step comes between.
 extern "C" __global__ void __launch_bounds__(RANGE_THREADS)
 ranges(const __grid_constant__ RangeSources sources, Ranges* out) {
-  __shared__ double memory[4][RANGE_THREADS / 32];
-  double x[4] = NO_RANGES;
+  __shared__ double memory[4][32];
+  const RangeSources& s = sources;
+  double x[4] = {-INFINITY_, -INFINITY_, -INFINITY_, 0};
 #pragma unroll 8  // one multiprocessor needs many loads in flight
-  for (i64 i = threadIdx.x; i < max(sources.m, sources.n); i += RANGE_THREADS) sources.add(x, i);
-  reduce_to_thread_0<RANGE_THREADS>(x, memory, Larger());
+  for (i64 i = threadIdx.x; i < s.m; i += RANGE_THREADS) s.add_row(x, i), s.add_pair(x, i);
+  for (i64 pair = s.m + threadIdx.x; pair < s.m * s.set_size; pair += RANGE_THREADS) s.add_pair(x, pair);
+  if (s.f.column_reference)
+#pragma unroll 8
+    for (i64 j = threadIdx.x; j < s.n; j += RANGE_THREADS) s.add_column(x, j);
+  reduce_to_thread_0(x, memory, Larger());
   if (threadIdx.x == 0) *out = sources.find(x);
 }
 
@@ -158,10 +158,10 @@ extern "C" __global__ void to_products(const double* values, const __grid_consta
 // serve both. One thread block.
 extern "C" __global__ void __launch_bounds__(RANGE_THREADS)
 check_spread(const double* row_reference, const double* column_reference, i64 m, i64 n, Ranges* out) {
-  __shared__ double memory[2][RANGE_THREADS / 32];
+  __shared__ double memory[2][32];
   double x[2] = {-INFINITY_, -INFINITY_};  // the largest log-sum-exp of columns, minus the least of rows
   for (i64 j = threadIdx.x; j < n; j += RANGE_THREADS) x[0] = fmax(x[0], column_reference[j]);
   for (i64 i = threadIdx.x; i < m; i += RANGE_THREADS) x[1] = fmax(x[1], -row_reference[i]);
-  reduce_to_thread_0<RANGE_THREADS>(x, memory, Larger());
+  reduce_to_thread_0(x, memory, Larger());
   if (threadIdx.x == 0 && !(x[0] + x[1] < SPREAD)) out->one_exponential = 0;
 }

@@ -291,7 +291,7 @@ struct Totals {
   i64 is_float;
 
   // Adds row i to the sums x of losses, log_scale_grad, dots and bias_grad.
-  __device__ __forceinline__ void add(double (&x)[4], i64 i) const {
+  __device__ __forceinline__ void add(double* x, i64 i) const {
     if (i < m) {
       x[0] += row_shares ? weighted(losses[i], row_shares[i]) : losses[i];
       if (log_scale_grad) x[1] += log_scale_grad[i];
@@ -300,7 +300,7 @@ struct Totals {
     if (dots && i < count) x[2] += dots[i];
   }
   // Writes the scalars, from the sums over all rows.
-  __device__ __forceinline__ void write(const double (&x)[4]) const {
+  __device__ __forceinline__ void write(const double* x) const {
     const double scalars[3] = {common_share * x[0], (x[1] + x[2] / pair_repeats) / scale.bare(), x[3] / scale.bare()};
 #pragma unroll
     for (int i = 0; i < 3; ++i)
@@ -456,62 +456,33 @@ __device__ __forceinline__ void finalize_row(const FinalizeArguments& f, i64 i) 
   f.positive_gradient[i] = -(at_positive + partner_gradient);
 }
 
-constexpr int FINALIZE_THREADS = 128;
-
 // From complete sums to losses, and the factors of the gradient pass (solve.Vectors.finalize in Python). A thread
 // computes a row.
-extern "C" __global__ void __launch_bounds__(FINALIZE_THREADS) finalize(const __grid_constant__ FinalizeArguments f) {
-  __shared__ double memory[2][4][FINALIZE_THREADS / 32];
-  const i64 i = blockIdx.x * (i64)FINALIZE_THREADS + threadIdx.x;
+extern "C" __global__ void __launch_bounds__(REDUCTION_THREADS)
+finalize(const __grid_constant__ FinalizeArguments f) {
+  __shared__ Reduction reduction;
+  const i64 i = blockIdx.x * (i64)REDUCTION_THREADS + threadIdx.x;
   if (i < f.m) finalize_row(f, i);
   const Conclusion& c = f.conclusion;
   if (!c.partials) return;
-  double sums[4] = {0, 0, 0, 0}, maxima[4] = NO_RANGES;
-  if (c.has_totals) c.totals.add(sums, i);
-  if (c.ranges) c.sources.add(maxima, i);
-  reduce_to_thread_0<FINALIZE_THREADS>(sums, memory[0], Plus());
-  reduce_to_thread_0<FINALIZE_THREADS>(maxima, memory[1], Larger());
-  double* const partials = c.partials;
-  if (threadIdx.x == 0)
-#pragma unroll
-    for (int n = 0; n < 4; ++n) partials[blockIdx.x * 8 + n] = sums[n], partials[blockIdx.x * 8 + 4 + n] = maxima[n];
-  if (!is_last_block(c.arrived)) return;
-  const double no_ranges[4] = NO_RANGES;
-#pragma unroll
-  for (int n = 0; n < 4; ++n) sums[n] = 0, maxima[n] = no_ranges[n];
-  for (int block = threadIdx.x; block < gridDim.x; block += FINALIZE_THREADS)
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      sums[n] += partials[block * 8 + n];
-      maxima[n] = fmax(maxima[n], partials[block * 8 + 4 + n]);
-    }
-  reduce_to_thread_0<FINALIZE_THREADS>(sums, memory[0], Plus());
-  reduce_to_thread_0<FINALIZE_THREADS>(maxima, memory[1], Larger());
-  if (threadIdx.x != 0) return;
-  if (c.has_totals) c.totals.write(sums);
-  if (c.ranges) *c.ranges = c.sources.find(maxima);
+  double x[8] = {0, 0, 0, 0, -INFINITY_, -INFINITY_, -INFINITY_, 0}, all[8];
+  if (c.has_totals) c.totals.add(x, i);
+  if (c.ranges && i < c.sources.m) {
+    c.sources.add_row(x + 4, i);
+    for (i64 pair = i * f.set_size; pair < (i + 1) * f.set_size; ++pair) c.sources.add_pair(x + 4, pair);
+  }
+  if (c.ranges && i < c.sources.n) c.sources.add_column(x + 4, i);
+  if (!reduction.over_grid(x, c.partials, c.arrived, all) || threadIdx.x != 0) return;
+  if (c.has_totals) c.totals.write(all);
+  if (c.ranges) *c.ranges = c.sources.find(all + 4);
 }
 
-constexpr int TOTALS_THREADS = 1024;
-
-// Writes struct Totals at the end of a call. Each thread block has its part of the rows, and the last one adds up the
-// sums of all, always in one order. `partials` [blocks, 4] and `arrived` serve several blocks.
-extern "C" __global__ void __launch_bounds__(TOTALS_THREADS)
+// Writes struct Totals at the end of a call. `partials` [blocks, 8].
+extern "C" __global__ void __launch_bounds__(REDUCTION_THREADS)
 totals(const __grid_constant__ Totals t, double* partials, u32* arrived) {
-  __shared__ double memory[4][TOTALS_THREADS / 32];
-  double x[4] = {0, 0, 0, 0};
-#pragma unroll 8  // one multiprocessor needs many loads in flight
-  for (i64 i = blockIdx.x * (i64)TOTALS_THREADS + threadIdx.x; i < max(t.m, t.count); i += gridDim.x * TOTALS_THREADS)
-    t.add(x, i);
-  reduce_to_thread_0<TOTALS_THREADS>(x, memory, Plus());
-  if (gridDim.x > 1) {
-    if (threadIdx.x == 0)
-      for (int n = 0; n < 4; ++n) partials[blockIdx.x * 4 + n] = x[n];
-    if (!is_last_block(arrived)) return;
-    for (int n = 0; n < 4; ++n) x[n] = 0;
-    for (int block = threadIdx.x; block < gridDim.x; block += TOTALS_THREADS)
-      for (int n = 0; n < 4; ++n) x[n] += partials[block * 4 + n];
-    reduce_to_thread_0<TOTALS_THREADS>(x, memory, Plus());
-  }
-  if (threadIdx.x == 0) t.write(x);
+  __shared__ Reduction reduction;
+  double x[8] = {0, 0, 0, 0, 0, 0, 0, 0}, all[8];
+  const i64 step = gridDim.x * (i64)REDUCTION_THREADS;
+  for (i64 i = blockIdx.x * (i64)REDUCTION_THREADS + threadIdx.x; i < max(t.m, t.count); i += step) t.add(x, i);
+  if (reduction.over_grid(x, partials, arrived, all) && threadIdx.x == 0) t.write(all);
 }

@@ -33,6 +33,8 @@ from .buffers import Buffers
 from .operands import NO_GRADIENT_BLOCK, CachedExponentials, GradientBlock, Operand
 from .run import PassRun
 
+FEW_ROWS = 8192  # of both sides, whose gradients one launch completes; with more it was slower
+
 
 @dataclass
 class Accumulator:
@@ -264,21 +266,28 @@ class GradientRun(PassRun):
         self.finish(*self.last_sides, self.side(accumulator, last_rows, out))
 
     def finish(self, *sides: Fields) -> None:
-        """Complete the gradients of one `side` or two, in one launch.
+        """Complete the gradients of `sides`, in one launch if their rows are few.
 
         The kernel multiplies sums by the gradient divisor, adds positives and linear terms, and
         differentiates through the normalisation.
         """
+        if len(sides) == 2 and sum(side["n"] for side in sides) > FEW_ROWS:
+            for side in sides:
+                self.finish(side)
+            return
         if not sides:
             return
-        d, (one, other) = self.problem.shape[2], (*sides, sides[0] | {"n": 0})[:2]
+        d, (one, other) = self.problem.shape[2], (*sides, sides[0])[:2]
         defines = {"NORM_FACTORS": int(self.problem.normalize)}
+        if len(sides) == 2:
+            defines["BOTH_SIDES"] = 1
         if self.problem.set_size > 1:
             defines["SETS"] = 1
         if self.linear_fields:
             defines["LINEAR"] = 1
-        # a thread block has up to 16 rows of one side
-        rows = -(-one["n"] // 16) * 16 + other["n"]
+        rows = one["n"]
+        if len(sides) == 2:  # a thread block has up to 16 rows of one side
+            rows = -(-rows // 16) * 16 + other["n"]
         self.launcher.launch_rows(
             "finish", rows, d, file="finish.cu", defines=defines, one=one, other=other, d=d
         )  # fmt: skip
