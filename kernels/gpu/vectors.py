@@ -159,7 +159,6 @@ class Conclusion:
     launch of a single thread block follows (struct Conclusion of vectors/sums.cuh)."""
 
     has_totals: bool = False  # the scalars of the result
-    dots: Array | None = None  # complete `Gradients.dots`, from which they follow
     # of the ranges of the gradient pass (`find_ranges`); None: they are not wanted
     largest_element: float | None = None
 
@@ -456,7 +455,7 @@ class TiledVectors(ElementwiseVectors):
     ) -> Fields:  # fmt: skip
         """struct Conclusion, from the arrays that `finalize` writes."""
         (m, n, _), largest_element = problem.shape, conclusion.largest_element
-        totals, out = self._totals_fields(problem, losses, log_scale_grad, conclusion.dots, None)
+        totals, out = self._totals_fields(problem, losses, log_scale_grad, None, None)
         if conclusion.has_totals:
             self.known_totals = out
         if largest_element is not None:

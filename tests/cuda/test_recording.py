@@ -199,8 +199,8 @@ def launches(into: recorder.Recorder) -> list[tuple[str, dict[str, int], int, in
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_gradient_of_the_scale(loss: dict[str, Any], precision: str) -> None:
-    """Taken from feature gradients, it changes no launch but that of its sum. Taken from moments, it
-    adds an option."""
+    """Taken from feature gradients, it changes no launch but its sum's. Taken from moments, it adds
+    an option."""
     shape = 1000, 1000, 384, precision
     without = launches(recording(*shape, **loss))
     assert launches(recording(*shape, scalar_grads=True, **loss)) == without

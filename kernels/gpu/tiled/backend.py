@@ -102,19 +102,15 @@ class GPU:
         """What `finalize` may compute besides its vectors, because no other step changes these."""
         if problem.linear_terms:
             return Conclusion()
-        pair_vectors, dots = self.buffers.pair_vectors, None
+        pair_vectors = self.buffers.pair_vectors
         has_biases = pair_vectors is not None and (
             pair_vectors.row_bias is not None or pair_vectors.column_bias is not None
         )
         largest_element = None
         if has_gradient_pass and not has_biases:
             largest_element = LARGEST_ELEMENT.get(self.buffers.precision, 1.0)
-        has_totals = True
-        if gradients is not None and problem.scale_grad_from_dots:
-            dots = gradients.dots  # only one pass has computed them by now
-            has_totals = not has_gradient_pass and problem.own is None
-            has_totals = has_totals and dots is not None and len(dots) <= problem.shape[0]
-        return Conclusion(has_totals, dots, largest_element)
+        has_totals = gradients is None or not problem.scale_grad_from_dots
+        return Conclusion(has_totals, largest_element)
 
     def run_block_pass(self, problem: Problem, epilogue: Any, gradients: Gradients | None) -> None:
         """Run the pass of a block over ranks; or, for a `BlockQuestion`, answer the question."""

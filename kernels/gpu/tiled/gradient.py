@@ -33,7 +33,7 @@ from .buffers import Buffers
 from .operands import NO_GRADIENT_BLOCK, CachedExponentials, GradientBlock, Operand
 from .run import PassRun
 
-FEW_ROWS = 8192  # of both sides, whose gradients one launch completes; with more it was slower
+FEW_FEATURES = 2**23  # of both sides, whose gradients one launch completes; with more it was slower
 
 
 @dataclass
@@ -271,13 +271,14 @@ class GradientRun(PassRun):
         The kernel multiplies sums by the gradient divisor, adds positives and linear terms, and
         differentiates through the normalisation.
         """
-        if len(sides) == 2 and sum(side["n"] for side in sides) > FEW_ROWS:
+        if not sides:
+            return
+        d = self.problem.shape[2]
+        if len(sides) == 2 and d * sum(side["n"] for side in sides) >= FEW_FEATURES:
             for side in sides:
                 self.finish(side)
             return
-        if not sides:
-            return
-        d, (one, other) = self.problem.shape[2], (*sides, sides[0])[:2]
+        one, other = (*sides, sides[0])[:2]
         defines = {"NORM_FACTORS": int(self.problem.normalize)}
         if len(sides) == 2:
             defines["BOTH_SIDES"] = 1
