@@ -23,12 +23,15 @@ from .device import compiler
 from .device.arguments import Fields, address, matrix, scalar, sums_fields
 from .device.launcher import Launcher, device_properties
 from .device.launches import Queue
-from .gradient_factors import allocate_ranges, range_sources
+from .gradient_factors import LARGEST_ELEMENT, allocate_ranges, range_sources
 from .own import OwnNegativesByKernels
 from .schedule import is_computed_by_kernels_only
 
 # struct DefaultVectors if the kernel has no default vectors to write
-NO_DEFAULTS: Fields = {"positives": 0, "upstream": 0, "value": 0.0, "symmetric": False}
+NO_DEFAULTS: Fields = {
+    "positives": 0, "upstream": 0, "value": 0.0, "upstream_ranges": 0, "largest_element": 1.0,
+    "symmetric": False,
+}  # fmt: skip
 
 _DIRECTION_LOSSES = compiler.flatten("direction_losses.cuh")  # merge, finalize_direction
 
@@ -185,6 +188,9 @@ class TiledVectors(ElementwiseVectors):
         self.own: OwnNegativesByKernels | None = None  # own negatives that sums contain already
         # how many thread blocks of a launch have come to its end; None: no kernel has set it to 0
         self.arrived: Array | None = None
+        # struct Ranges of a pass whose row factors are upstream gradients (of a sigmoid: times the
+        # scale); None: they are no number of the host's
+        self.upstream_ranges: Array | None = None
         # what `finalize` has concluded; None: nothing
         self.ranges: Array | None = None
         self.known_totals: Array | None = None
@@ -211,12 +217,16 @@ class TiledVectors(ElementwiseVectors):
         if positives is None:
             positives = default_positives = cupy.empty(m, np.int64)
         if isinstance(upstream, float):
-            value = upstream
+            value, self.upstream_ranges = upstream, allocate_ranges()
             upstream = default_upstream = cupy.empty(m)
             if problem.joint:  # a loss has two rows
                 upstream = default_upstream[: m // 2]
-        defaults = {"positives": default_positives, "upstream": default_upstream, "value": value,
-                    "symmetric": problem.symmetric}  # fmt: skip
+        defaults = {
+            "positives": default_positives, "upstream": default_upstream, "value": value,
+            "upstream_ranges": self.upstream_ranges,
+            "largest_element": LARGEST_ELEMENT.get(self.launcher.precision, 1.0),
+            "symmetric": problem.symmetric,
+        }  # fmt: skip
         with_arrays = fast_replace(problem, positives=positives, upstream=upstream)
         return with_arrays, defaults
 

@@ -23,6 +23,11 @@ struct FactorSources {
   const double* column_positive_gradient;          // [N] dL/dx at the positives of the columns, or null
 };
 
+// The gradient divisor for a bound of dL/dx.
+__device__ __forceinline__ double find_divisor(double bound, double largest_element) {
+  return bound > 1e-300 && bound < INFINITY_ ? bound / largest_element : 1.0;
+}
+
 constexpr int RANGE_THREADS = 1024;
 // One exponential serves both directions if the largest log-sum-exp of a row is less than SPREAD (base 2) above the
 // least of a column. The factors u, and v without column_factor, are then below 2^(SPREAD / 2), because each has half
@@ -72,8 +77,7 @@ struct RangeSources {
   // The numbers, from the maxima of all rows and columns.
   __device__ __forceinline__ Ranges find(const double* x) const {
     const double high = x[0], minus_low = x[1], minus_least = x[2], bound = x[3];
-    const bool usable = bound > 1e-300 && bound < INFINITY_;
-    return {usable ? bound / largest_element : 1.0, 0.5 * (high - minus_least),
+    return {find_divisor(bound, largest_element), 0.5 * (high - minus_least),
             f.column_reference && high + minus_least < SPREAD && high + minus_low < ROW_SPREAD};
   }
 };

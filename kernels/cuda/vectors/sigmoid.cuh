@@ -14,7 +14,7 @@ extern "C" __global__ void begin_sigmoid(i64 m, const double* upstream,
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i == 0) *any_key_not_finite = 0, *arrived = 0;
   if (i >= m) return;
-  defaults.write(i, m);
+  defaults.write(i, m, scale.bare());
   row_factor[i] = upstream[i] * scale.bare();
   losses[i] = bias_grad[i] = 0;
   if (log_scale_grad) log_scale_grad[i] = 0;

@@ -174,11 +174,15 @@ extern "C" __global__ void add_dq_copies(Real* sums, i64 n, i64 dq_copies) {
 struct DefaultVectors {
   i64* positives;           // [m]
   double *upstream, value;  // [m], and the number for all its elements
+  Ranges* upstream_ranges;  // of a pass whose row factors are upstream gradients; null like `upstream`
+  double largest_element;   // for them, see RangeSources
   i64 symmetric;            // 1: the positive of row i is its other view, row i + m / 2 modulo m; 0: it is key i
 
-  __device__ __forceinline__ void write(i64 i, i64 m) const {
+  // Writes row i. Row factors are upstream gradients times `factor`.
+  __device__ __forceinline__ void write(i64 i, i64 m, double factor = 1) const {
     if (positives) positives[i] = symmetric ? (i + m / 2) % m : i;
     if (upstream) upstream[i] = value;
+    if (upstream && i == 0) *upstream_ranges = {find_divisor(fabs(value * factor), largest_element), 0, 0};
   }
 };
 

@@ -353,6 +353,14 @@ class GradientRun(PassRun):
         sources = range_sources((m, n), vectors, largest, by_factor, set_size)
         find_ranges(self.launcher, self.ranges, sources)
 
+    def find_upstream_ranges(self, row_factor: Array) -> None:
+        """`find_ranges` of row factors that are upstream gradients, unless they are known."""
+        known = self.buffers.vectors.upstream_ranges
+        if known is not None:
+            self.ranges = known
+        else:
+            self.find_ranges(*self.problem.shape[:2], row_factor=row_factor)
+
 
 class SoftmaxRun(GradientRun):
     """The gradient pass of a softmax, whose log-sum-exps are known.
