@@ -159,14 +159,11 @@ class Scalars:
 @dataclass(frozen=True)
 class Conclusion:
     """What the last thread block of `finalize` computes from the results of all rows, so that no
-    launch of a single thread block follows (struct Conclusion of vectors/sums.cuh)."""
+    launch of a single thread block follows: the ranges of the gradient pass, and perhaps the
+    scalars of the result (struct Conclusion of vectors/sums.cuh)."""
 
-    has_totals: bool = False  # the scalars of the result
-    # of the ranges of the gradient pass (`find_ranges`); None: they are not wanted
-    largest_element: float | None = None
-
-    def __bool__(self) -> bool:
-        return self.has_totals or self.largest_element is not None
+    largest_element: float  # see `range_sources`
+    has_totals: bool
 
 
 class TiledVectors(ElementwiseVectors):
@@ -307,7 +304,7 @@ class TiledVectors(ElementwiseVectors):
 
     def finalize(
         self, problem: Problem, stats: Statistics, triangle: bool, gradient: bool,
-        backend: Any, not_finite: NotFinite | None = None, conclusion: Conclusion = Conclusion(),
+        backend: Any, not_finite: NotFinite | None = None, conclusion: Conclusion | None = None,
     ) -> Finalized:  # fmt: skip
         """See `solve.Vectors.finalize`. `not_finite`: the NaN flags, if they are known already."""
         if not is_computed_by_kernels_only(problem):
@@ -460,25 +457,23 @@ class TiledVectors(ElementwiseVectors):
         return losses
 
     def _conclude(
-        self, conclusion: Conclusion, problem: Problem, losses: Array,
+        self, conclusion: Conclusion | None, problem: Problem, losses: Array,
         log_scale_grad: Array | None, factor_sources: dict[str, Array | None],
     ) -> Fields:  # fmt: skip
         """struct Conclusion, from the arrays that `finalize` writes."""
-        (m, n, _), largest_element = problem.shape, conclusion.largest_element
+        m, n, _ = problem.shape
+        has_totals = conclusion is not None and conclusion.has_totals
         totals, out = self._totals_fields(problem, losses, log_scale_grad, None, None)
-        if conclusion.has_totals:
-            self.known_totals = out
-        if largest_element is not None:
-            self.ranges = allocate_ranges()
+        partials, largest_element = None, 1.0
+        if conclusion is not None:
+            self.ranges, self.known_totals = allocate_ranges(), out if has_totals else None
+            partials = cupy.empty((-(-m // 128), 8))
+            largest_element = conclusion.largest_element
         sources = range_sources(
-            (m, n), factor_sources, largest_element or 1.0, problem.set_size > 1, problem.set_size
+            (m, n), factor_sources, largest_element, problem.set_size > 1, problem.set_size
         )
-        blocks = -(-m // 128) if conclusion else 0
-        return {
-            "has_totals": conclusion.has_totals, "totals": totals, "sources": sources,
-            "ranges": self.ranges, "partials": cupy.empty((blocks, 8)) if blocks else None,
-            "arrived": self.arrived,
-        }  # fmt: skip
+        return {"ranges": self.ranges, "sources": sources, "has_totals": has_totals,
+                "totals": totals, "partials": partials, "arrived": self.arrived}  # fmt: skip
 
     def totals(
         self, problem: Problem, losses: Array, log_scale_grad: Array | None,

@@ -38,7 +38,6 @@ if not MISSING:
     from infonce.kernels.gpu.tiled import gradient as gpu_gradients
     from infonce.kernels.gpu.tiled.backend import GPU
     from infonce.kernels.gpu.tiled.gradient import Accumulator
-    from infonce.kernels.gpu.vectors import Conclusion
 
 
 @pytest.mark.parametrize(("dtype", "precision"), CASES)
@@ -348,7 +347,7 @@ def test_launches_that_serve_several_steps(
         sets = np.stack([own, np.where(own % 3 == 2, -1, (own + 1) % rows)], 1)
         options["labels"] = cupy.asarray(each_once(sets))
     together = run(loss, args, "fp32", 10.0, **options)
-    monkeypatch.setattr(GPU, "_conclusion", lambda *_: Conclusion())
+    monkeypatch.setattr(GPU, "_conclusion", lambda *_: None)
     monkeypatch.setattr(gpu_gradients, "FEW_FEATURES", 0)
     apart = run(loss, args, "fp32", 10.0, **options)
     assert together.loss == pytest.approx(apart.loss, rel=1e-14, abs=1e-300)

@@ -314,13 +314,13 @@ struct Totals {
 };
 
 // What the last thread block of `finalize` computes from the results of all rows, so that no launch of one thread block
-// follows: the scalars (`totals`), and the ranges of the gradient pass.
+// follows: the ranges of the gradient pass, and the scalars (`totals`) if no later step changes them.
 struct Conclusion {
+  Ranges* ranges;  // null: nothing is wanted
+  RangeSources sources;
   i64 has_totals;
   Totals totals;
-  RangeSources sources;
-  Ranges* ranges;    // null: not wanted
-  double* partials;  // [thread blocks, 8]; null: nothing is wanted
+  double* partials;  // [thread blocks, 8]
   u32* arrived;
 };
 
@@ -468,17 +468,17 @@ finalize(const __grid_constant__ FinalizeArguments f) {
   const i64 i = blockIdx.x * (i64)REDUCTION_THREADS + threadIdx.x;
   if (i < f.m) finalize_row(f, i);
   const Conclusion& c = f.conclusion;
-  if (!c.partials) return;
+  if (!c.ranges) return;
   double x[8] = {0, 0, 0, 0, -INFINITY_, -INFINITY_, -INFINITY_, 0}, all[8];
   if (c.has_totals) c.totals.add(x, i);
-  if (c.ranges && i < c.sources.m) {
+  if (i < c.sources.m) {
     c.sources.add_row(x + 4, i);
     for (i64 pair = i * f.set_size; pair < (i + 1) * f.set_size; ++pair) c.sources.add_pair(x + 4, pair);
   }
-  if (c.ranges && i < c.sources.n) c.sources.add_column(x + 4, i);
+  if (i < c.sources.n) c.sources.add_column(x + 4, i);
   if (!reduction.over_grid(x, c.partials, c.arrived, all) || threadIdx.x != 0) return;
   if (c.has_totals) c.totals.write(all);
-  if (c.ranges) *c.ranges = c.sources.find(all + 4);
+  *c.ranges = c.sources.find(all + 4);
 }
 
 // Writes struct Totals at the end of a call. `partials` [blocks, 8].

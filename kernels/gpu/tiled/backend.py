@@ -83,7 +83,7 @@ class GPU:
         triangle, gradient_passes = first_passes[0].grid.triangle, passes[len(first_passes) :]
         finalized = vectors.finalize(
             problem, stats, triangle, gradients is not None, self,
-            conclusion=self._conclusion(problem, gradients, bool(gradient_passes)),
+            conclusion=self._conclusion(problem, gradients) if gradient_passes else None,
         )  # fmt: skip
         epilogue = finalized.softmax_gradient(problem.symmetric)
         self.run(gradient_passes, problem, epilogue, gradients)
@@ -96,21 +96,16 @@ class GPU:
         )
         return make_solution(finalized, stats, loss, scale_grad)
 
-    def _conclusion(
-        self, problem: Problem, gradients: Gradients | None, has_gradient_pass: bool
-    ) -> Conclusion:
-        """What `finalize` may compute besides its vectors, because no other step changes these."""
-        if problem.linear_terms:
-            return Conclusion()
+    def _conclusion(self, problem: Problem, gradients: Gradients | None) -> Conclusion | None:
+        """What `finalize` concludes before a gradient pass; None: other steps change its vectors."""
         pair_vectors = self.buffers.pair_vectors
         has_biases = pair_vectors is not None and (
             pair_vectors.row_bias is not None or pair_vectors.column_bias is not None
         )
-        largest_element = None
-        if has_gradient_pass and not has_biases:
-            largest_element = LARGEST_ELEMENT.get(self.buffers.precision, 1.0)
-        has_totals = gradients is None or not problem.scale_grad_from_dots
-        return Conclusion(has_totals, largest_element)
+        if gradients is None or problem.linear_terms or has_biases:
+            return None
+        largest_element = LARGEST_ELEMENT.get(self.buffers.precision, 1.0)
+        return Conclusion(largest_element, has_totals=not problem.scale_grad_from_dots)
 
     def run_block_pass(self, problem: Problem, epilogue: Any, gradients: Gradients | None) -> None:
         """Run the pass of a block over ranks; or, for a `BlockQuestion`, answer the question."""
