@@ -97,7 +97,7 @@ class GPU:
         return make_solution(finalized, stats, loss, scale_grad)
 
     def _conclusion(self, problem: Problem, gradients: Gradients | None) -> Conclusion | None:
-        """What `finalize` concludes before a gradient pass; None: other steps change its vectors."""
+        """What `finalize` concludes for a gradient pass. None: other steps change its vectors."""
         pair_vectors = self.buffers.pair_vectors
         has_biases = pair_vectors is not None and (
             pair_vectors.row_bias is not None or pair_vectors.column_bias is not None
