@@ -614,9 +614,10 @@ class Draw(random.Random):
         from infonce.torch import sentence_transformers as ours
 
         columns = self.randint(2, 4)
+        self.rows = self.choice((1, *[self.rows] * 4))
         joint = self.random() < 0.6
         others = ["doc_to_query"] + (["query_to_query", "doc_to_doc"] if joint else [])
-        directions = self.sample(others, self.randint(0, len(others)))
+        directions = self.sample(others, self.choice((len(others), self.randint(0, len(others)))))
         dot = self.random() < 0.3
         settings: dict[str, Any] = {
             "scale": 1 / self.temperature, "directions": ("query_to_doc", *directions),
