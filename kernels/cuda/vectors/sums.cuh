@@ -487,6 +487,7 @@ totals(const __grid_constant__ Totals t, double* partials, u32* arrived) {
   __shared__ Reduction reduction;
   double x[8] = {0, 0, 0, 0, 0, 0, 0, 0}, all[8];
   const i64 step = gridDim.x * (i64)REDUCTION_THREADS;
+#pragma unroll 1  // mostly one row a thread
   for (i64 i = blockIdx.x * (i64)REDUCTION_THREADS + threadIdx.x; i < max(t.m, t.count); i += step) t.add(x, i);
   if (reduction.over_grid(x, partials, arrived, all) && threadIdx.x == 0) t.write(all);
 }
