@@ -75,16 +75,6 @@ def test_explained_is_the_call_that_runs(
     assert want == explained
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_scalars_on_the_device(loss: str) -> None:
-    args = [cupy.asarray(z) for z in arguments(loss, *pairs("random", 20, 20, 8, np.float32, 1))]
-    want = call(loss, *args, scale=5.0)
-    for option in ({"scale": cupy.array(5.0)}, {"temperature": cupy.array(0.2)}):
-        got = call(loss, *args, **option)
-        assert abs(float(got.loss - want.loss)) <= 1e-5 * float(want.loss)
-        cupy.testing.assert_allclose(got.grads[0], want.grads[0], rtol=1e-4, atol=1e-6)
-
-
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("loss", LOSSES)
@@ -162,29 +152,18 @@ def test_jax() -> None:
     assert abs(float(out.loss) - ref.loss) < 1e-5 * ref.loss
 
 
-def test_metrics_and_labels() -> None:
-    query, key = pairs("partly aligned", 50, 80, 8, np.float32, 3)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_wrong_label_spoils_its_row(method: str) -> None:
+    """The host does not read labels on the device."""
+    query, key = map(cupy.asarray, pairs("partly aligned", 50, 80, 8, np.float32, 3))
     labels = np.random.default_rng(0).permutation(80)[:50]
-    for method in METHODS:
-        ranked = method != "fused"
-        got = call("info_nce", cupy.asarray(query), cupy.asarray(key), cupy.asarray(labels),
-                   scale=6.0, method=method, metrics=ranked)  # fmt: skip
-        want = call("info_nce", query, key, labels, scale=6.0, metrics=True)
-        assert (got.metrics is not None) == ranked
-        assert want.metrics is not None
-        if got.metrics is not None:
-            assert got.metrics.top(1) == want.metrics.top(1)
-        assert abs(float(got.loss) - float(want.loss)) < 1e-5
-        wrong = cupy.asarray(np.where(labels == labels[3], 80, labels))
-        rows = infonce.info_nce_loss(
-            cupy.asarray(query), cupy.asarray(key), wrong, scale=6.0, method=method,
-            reduction="none",
-        )  # fmt: skip
-        assert np.flatnonzero(np.isnan(rows.get())).tolist() == [3]
-        mean = call("info_nce", cupy.asarray(query), cupy.asarray(key), wrong, scale=6.0,
-                    method=method)  # fmt: skip
-        assert np.isnan(float(mean.loss))
-        assert all(np.isfinite(cupy.asnumpy(z)).all() for z in mean.grads)
+    labels[3] = 80
+    arrays = query, key, cupy.asarray(labels)
+    rows = infonce.info_nce_loss(*arrays, scale=6.0, method=method, reduction="none")
+    assert np.flatnonzero(np.isnan(rows.get())).tolist() == [3]
+    mean = call("info_nce", *arrays, scale=6.0, method=method)
+    assert np.isnan(float(mean.loss))
+    assert all(np.isfinite(cupy.asnumpy(z)).all() for z in mean.grads)
 
 
 def test_fused_counts_no_ranks() -> None:

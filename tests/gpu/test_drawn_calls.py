@@ -27,7 +27,7 @@ from problems import Problem, draw, in_pair
 pytestmark = gpu_only
 SEED = 5
 MOST_ROWS = smaller(600, 200)  # tiles have 64, 128 or 256 rows and columns
-CONSIDERED = smaller(200, 60)  # draws of each loss
+CONSIDERED = 300  # draws of each loss
 Compute = Callable[..., comparison.Result]
 
 

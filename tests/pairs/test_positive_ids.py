@@ -1,6 +1,5 @@
 """Several positives of a row in SigLIP: every method of the CPU, options, frameworks, errors."""
 
-import re
 from typing import Any
 
 import numpy as np
@@ -67,33 +66,3 @@ def test_siglip_kernel() -> None:
         theirs.DistributedSigLIPLoss(strategy="hierarchical")
     with pytest.raises(ValueError, match=r"positive_ids\[1\]: expected shape \(75,\)"):
         theirs.fused_siglip_plus_loss(image, text, log_scale, bias, rows, rows)
-
-
-@pytest.mark.extras
-def test_kernels_compile_within_their_registers() -> None:
-    """A sweep and tiles, with groups: names of 8 bytes each. As many bytes are spilled, at most, as
-    with ids and factors."""
-    pytest.importorskip("cupy")
-    from gpu_problems import DEVICES
-    from infonce.kernels.gpu import config
-    from infonce.kernels.gpu.device import compiler
-
-    options = {"POSITIVE_IDS": 1, "PAIR_WEIGHTS": 1, "GROUPS": 1}
-    sweep = config.sweep_for("bf16", 1024, DEVICES["sm_90a"], False, False, 1, 2)
-    tile = config.tile_for("bf16", 64, DEVICES["sm_80"], 1, 2)
-    assert sweep is not None
-    shapes = {
-        "sm90/sweep_sigmoid.cu": ("sm_90a", config.defines(sweep, True, False)),
-        "tiled/sigmoid.cu": ("sm_80", {
-            "BLOCK_N": tile.block_n, "WARP_N": tile.warp_n, "STAGES": tile.stages,
-            "LEVELS": tile.levels, "MIN_BLOCKS": tile.min_blocks,
-        }),
-    }  # fmt: skip
-    for file, (arch, defines) in shapes.items():
-        given_options = {"PRECISION": "BF16", **defines, **options}
-        log = compiler.compile_for(file, given_options, arch, ("--ptxas-options=-v",))[1]
-        assert "serialized" not in log
-        spills = map(int, re.findall(r"(\d+) bytes spill", log))
-        assert max(spills) <= 1024, log
-        declared = max(map(int, re.findall(r"(\d+) bytes smem", log)), default=0)
-        assert declared <= tile.static_shared
