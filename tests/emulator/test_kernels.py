@@ -35,7 +35,7 @@ CALLS = {
 
 
 def call(name: str, seed: int) -> list[Any]:
-    """Everything that a call of clip in bfloat16 returns. No plan has kernels of an earlier call."""
+    """Everything that a call of clip in bfloat16 returns, without a plan of an earlier call."""
     import cupy
     from infonce.kernels.gpu import plan
 

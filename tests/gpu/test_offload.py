@@ -213,7 +213,7 @@ def test_pinned_mapped_and_strided(cupy: Any, tmp_path: Any) -> None:
     """Pinned, mapped and strided features in host memory give the same result."""
     import cupyx
 
-    n, rows = smaller((1000, 256), (200, 60))
+    n, rows = smaller((1000, 256), (120, 40))
     plain = pairs("random", n, n, 48, np.float32, 0)
     options = {"scale": 9.0, "offload": True, "workspace": room(rows, 48, n, n, 4, 4)}
     want = infonce.clip_loss_and_grad(*plain, **options)
@@ -255,7 +255,7 @@ def test_memory_stays_within_the_workspace(cupy: Any) -> None:
 def test_errors_leave_nothing_behind(cupy: Any) -> None:
     from infonce.cli.bench.gpu import _peak
 
-    n, rows = smaller((3000, 256), (300, 70))
+    n, rows = smaller((3000, 256), (200, 60))
     args = pairs("random", n, n, 64, np.float32, 0)
     options = {"scale": 9.0, "offload": True, "workspace": room(rows, 64, n, n, 4, 4)}
     want = infonce.clip_loss_and_grad(*args, **options)
@@ -278,7 +278,7 @@ def test_errors_leave_nothing_behind(cupy: Any) -> None:
 @pytest.mark.gpu
 def test_in_threads(cupy: Any) -> None:
     """Calls at the same time share the threads that copy, and get what each gets alone."""
-    n, rows = smaller((2000, 256), (200, 70))
+    n, rows = smaller((2000, 256), (120, 40))
     options = {"scale": 9.0, "offload": True, "workspace": room(rows, 64, n, n, 4, 4)}
 
     def call(seed: int) -> list[bytes]:
