@@ -33,21 +33,25 @@ Compute = Callable[..., comparison.Result]
 
 def widen(problem: Problem, times: int) -> Problem:
     """A problem of so many times as many features, with the same products: features come several
-    times, divided by the root of `times`, a power of two."""
+    times, divided by the root of `times`, a power of two. It wants all gradients."""
 
     def wide(z: np.ndarray) -> np.ndarray:
         repeated = np.concatenate([z] * times, axis=-1)
         return (repeated * z.dtype.type(times**-0.5)).astype(z.dtype)
 
     options = {name: wide(z) if name == "own" else z for name, z in problem.options.items()}
-    return replace(problem, features=tuple(map(wide, problem.features)), options=options)
+    settings = {name: z for name, z in problem.settings.items() if name != "wrt"}
+    features = tuple(map(wide, problem.features))
+    return replace(problem, features=features, options=options, settings=settings)
 
 
 def find_traits(problem: Problem) -> set[str]:
     """What tiles may do otherwise: options, and forms of options."""
     labels, ids = (problem.options.get(name) for name in ("labels", "ids"))
     forms = {"sets of labels": np.ndim(labels) > 1, "columns of ids": np.ndim(in_pair(ids)[0]) > 1}
-    return {*problem.options, problem.dtype, *(name for name, has in forms.items() if has)}
+    given = {*problem.options, *(name for name, has in forms.items() if has)}
+    with_own = {f"own and {name}" for name in given if "own" in given}
+    return {problem.dtype, *given, *with_own}
 
 
 @cache

@@ -39,6 +39,8 @@ CALLS: dict[str, tuple[str, str, int, int, dict[str, Any]]] = {
     "tiled": ("clip", "bfloat16", 700, 200, PORTABLE),
     "tiled fp64": ("nt_xent", "float64", 300, 72, PORTABLE | {"normalize": True, "ids": True}),
     "tiled parts": ("clip", "float32", 300, 129, PORTABLE | {"precision": "bf16x3"}),
+    "tiled tf32": ("clip", "float32", 140, 40, PORTABLE | {"precision": "tf32"}),
+    "tiled fp16": ("clip", "float16", 140, 300, PORTABLE),
     "tiled sigmoid": ("siglip", "bfloat16", 700, 72, PORTABLE),
     "tiled, one slice": ("clip", "bfloat16", 300, 40, PORTABLE | {"normalize": True, "ids": True}),
     "tiled limits": ("clip", "float32", 300, 72, PORTABLE | {"false_negative_margin": 0.1}),
@@ -51,6 +53,8 @@ CALLS: dict[str, tuple[str, str, int, int, dict[str, Any]]] = {
     "sweep, odd tiles": ("clip", "bfloat16", 1152, 256, TILED),
     "sweep, one tile of keys": ("info_nce", "bfloat16", 1100, 256, TILED | {
         "keys": 100, "labels": 100}),
+    "sweep tf32": ("clip", "float32", 300, 72, TILED | {"precision": "tf32"}),
+    "sweep fp16": ("info_nce", "float16", 140, 72, TILED | {"normalize": True, "ids": True}),
     "sweep, one side": ("info_nce", "bfloat16", 400, 256, TILED | {"metrics": True}),
     "sweep with ranks": ("clip", "bfloat16", 400, 256, TILED | {"metrics": True}),
     "one pass": ("info_nce", "bfloat16", 700, 384, TILED),
