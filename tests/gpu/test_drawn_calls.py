@@ -49,9 +49,7 @@ def find_traits(problem: Problem) -> set[str]:
     """What tiles may do otherwise: options, and forms of options."""
     labels, ids = (problem.options.get(name) for name in ("labels", "ids"))
     forms = {"sets of labels": np.ndim(labels) > 1, "columns of ids": np.ndim(in_pair(ids)[0]) > 1}
-    given = {*problem.options, *(name for name, has in forms.items() if has)}
-    with_own = {f"own and {name}" for name in given if "own" in given}
-    return {problem.dtype, *given, *with_own}
+    return {*problem.options, problem.dtype, *(name for name, has in forms.items() if has)}
 
 
 @cache

@@ -100,6 +100,15 @@ def test_strides(dtype: str, strides: str) -> None:
     check(z, strides, own_indices=indices, scale=4.0, normalize=True)
 
 
+@pytest.mark.parametrize("options", [
+    {"hardness": 5.0, "false_negative_margin": 0.1}, {"margin": 0.2, "in_batch": False},
+])  # fmt: skip
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_options(dtype: str, options: dict[str, Any]) -> None:
+    z, _ = draw(21, 150, 5, 40, dtype)
+    check(z, scale=6.0, normalize=True, **options)
+
+
 @pytest.mark.parametrize("size", [1e-30, 1e30])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_normalised_rows_of_any_size(dtype: str, size: float) -> None:
