@@ -44,12 +44,15 @@ def some(times: int, *choices: Iterable[Any]) -> list[tuple[Any, ...]]:
     lists = [list(choice) for choice in choices]
     if THOROUGH:
         return list(product(*lists))
-    places = product(range(times), range(max(map(len, lists))))
+    turns = product(range(times), range(max(map(len, lists))))
     chosen = (
-        tuple(each[(place + turn * i) % len(each)] for i, each in enumerate(lists))
-        for turn, place in places
+        tuple((place + turn * i) % len(each) for i, each in enumerate(lists))
+        for turn, place in turns
     )
-    return list(dict.fromkeys(chosen))
+    return [
+        tuple(each[i] for each, i in zip(lists, places, strict=True))
+        for places in dict.fromkeys(chosen)
+    ]
 
 
 def require_use(precision: str, arch: str) -> None:
@@ -365,27 +368,24 @@ def test_sweeps_of_narrow_rows(precision: str, width: int, extras: bool, columns
     compile_sweep("narrow", precision, sweep, SWEEPS["gradient"][1], (True, False), **more)
 
 
+OF_FINISH = [{"NORM_FACTORS": a, "LINEAR": b} for a, b in ((0, 0), (1, 1), (0, 1), (1, 0))]
 # whose code depends on the type of sums alone
 OF_ONE_TYPE = "vectors.cu", "linear.cu", "naive/naive.cu", "block/guide_rows.cu"
 
 
 @needs_nvrtc
 @pytest.mark.parametrize(
-    ("file", "precision", "arch"),
-    some(1, ["rows.cu"], ["FP64", "FP32", "BF16X3", "FP16X3", "FP16"], DEVICES)
-    + some(2, OF_ONE_TYPE, ["FP64", "FP32"], DEVICES)
-    + some(1, ["labels.cu", "block/positive_tiles.cu"], ["FP32"], DEVICES),
+    ("file", "precision", "options", "arch"),
+    some(1, ["rows.cu"], ["FP64", "FP32", "BF16X3", "FP16X3", "FP16"], [{}], DEVICES)
+    + some(2, OF_ONE_TYPE, ["FP64", "FP32"], [{}], DEVICES)
+    + some(1, ["labels.cu", "block/positive_tiles.cu"], ["FP32"], [{}], DEVICES)
+    + some(1, ["vectors.cu"], ["FP32", *THOROUGH * ["FP64"]], [{"LABEL_WEIGHTS": 1}], ["sm_90a"])
+    + some(1, ["finish.cu"], ["FP32", "FP64"], OF_FINISH, DEVICES),
 )
-def test_other_kernels(file: str, precision: str, arch: str) -> None:
+def test_other_kernels(file: str, precision: str, options: dict[str, int], arch: str) -> None:
     require_use(precision.lower(), arch)
-    assert spilled(compiler.compile_for(file, {"PRECISION": precision}, arch, PTXAS)[1]) <= 32
-
-
-@needs_nvrtc
-@pytest.mark.parametrize("precision", ["FP32", *THOROUGH * ["FP64"]])
-def test_label_weights(precision: str) -> None:
-    defines = {"PRECISION": precision, "LABEL_WEIGHTS": 1}
-    assert spilled(compiler.compile_for("vectors.cu", defines, "sm_90a", PTXAS)[1]) <= 32
+    log = compiler.compile_for(file, {"PRECISION": precision, **options}, arch, PTXAS)[1]
+    assert spilled(log) <= 32
 
 
 @needs_nvrtc
@@ -412,15 +412,6 @@ def test_own_table(precision: str, words: int, factors: int, arch: str) -> None:
     defines |= {"OWN_INDICES": 1, "OWN_BIAS": 1} | ({"OUT_WORDS": words} if words else {})
     for file, most in (("own.cu", 620 if factors else 130), ("own_table.cu", 160)):
         assert spilled(compiler.compile_for(file, defines, arch, PTXAS)[1]) <= most
-
-
-@needs_nvrtc
-@pytest.mark.parametrize(
-    ("precision", "factors", "linear", "arch"), some(1, ["FP32", "FP64"], [0, 1], [0, 1], DEVICES)
-)
-def test_finish(precision: str, factors: int, linear: int, arch: str) -> None:
-    defines = {"PRECISION": precision, "NORM_FACTORS": factors, "LINEAR": linear}
-    assert spilled(compiler.compile_for("finish.cu", defines, arch, PTXAS)[1]) <= 32
 
 
 @needs_nvrtc

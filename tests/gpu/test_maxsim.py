@@ -176,6 +176,13 @@ def test_segments_of_packed_queries() -> None:
         assert busiest <= 1.1 * tiles * 1024 / 132
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_normalize(dtype: str) -> None:
+    query, key, masks = draw((5, 7, 9, 20, 24), dtype, True)
+    query *= np.float32(3.0)
+    check(query, key, masks, BOUND[dtype], normalize=True)
+
+
 @pytest.mark.parametrize(("dtype", "rounding"), [("bfloat16", 2.0**-8), ("float16", 2.0**-11)])
 def test_unit_tokens_of_16_bits_are_rounded(dtype: str, rounding: float) -> None:
     """So a product of unit tokens is off by up to twice the rounding, a score by that of each of

@@ -107,6 +107,9 @@ def test_strides(dtype: str, strides: str) -> None:
 def test_options(dtype: str, options: dict[str, Any]) -> None:
     z, _ = draw(21, 150, 5, 40, dtype)
     check(z, scale=6.0, normalize=True, **options)
+    z, indices, rng = draw_table(21, 5, 40, 9, dtype)
+    options = options | {"own_indices": indices, "own_bias": rng.standard_normal((21, 5))}
+    check(z, scale=6.0, normalize=True, **options)
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e30])
