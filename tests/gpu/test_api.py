@@ -34,23 +34,16 @@ def call(loss: str, *args: Any, **options: Any) -> infonce.LossAndGrad:
     return getattr(infonce, f"{loss}_loss_and_grad")(*args, **options)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
-def test_cupy(loss: str, method: str, dtype: Any) -> None:
-    args = arguments(loss, *pairs("partly aligned", 70, 70, 12, dtype, 0))
-    ref = judged(loss, args, scale=6.0)
-    out = call(loss, *map(cupy.asarray, args), scale=6.0, method=method)
+def test_results_are_arrays_of_the_device(method: str) -> None:
+    """Gradients have the dtype of features. (tests/matrix has the numbers.)"""
+    z = [cupy.asarray(side) for side in pairs("random", 20, 20, 8, np.float16, 0)]
+    out = call("clip", *z, scale=6.0, method=method)
     assert isinstance(out.loss, cupy.ndarray)
-    assert out.loss.shape == ()
-    assert abs(float(out.loss) - ref.loss) < 1e-5 * ref.loss
-    for name, want in ref.grads.items():
-        if isinstance(want, np.ndarray):
-            got = getattr(out.grads, name)
-            assert got.dtype == dtype
-            assert_grad(got.get(), want, np.dtype(dtype).name, 6.0, terms=6.0 * 70**-0.5)
-    alone = getattr(infonce, f"{loss}_loss")(*map(cupy.asarray, args), scale=6.0, method=method)
-    assert abs(float(alone) - ref.loss) < 1e-5 * ref.loss
+    assert out.loss.shape == infonce.clip_loss(*z, scale=6.0, method=method).shape == ()
+    for gradient in out.grads[:2]:
+        assert isinstance(gradient, cupy.ndarray)
+        assert gradient.dtype == np.float16
 
 
 @pytest.mark.parametrize("rows", [64, 33])  # halves of gte's gradients: aligned, and copied

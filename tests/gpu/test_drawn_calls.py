@@ -49,7 +49,8 @@ def find_traits(problem: Problem) -> set[str]:
     """What tiles may do otherwise: options, and forms of options."""
     labels, ids = (problem.options.get(name) for name in ("labels", "ids"))
     forms = {"sets of labels": np.ndim(labels) > 1, "columns of ids": np.ndim(in_pair(ids)[0]) > 1}
-    return {*problem.options, problem.dtype, *(name for name, has in forms.items() if has)}
+    given = {*problem.options, *({"metrics"} & {*problem.settings})}
+    return {*given, problem.dtype, *(name for name, has in forms.items() if has)}
 
 
 @cache
