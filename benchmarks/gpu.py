@@ -26,7 +26,6 @@ from typing import Any
 
 import cupy
 import numpy as np
-from infonce.kernels.problem import WORKSPACE
 from peers import Case, Device
 from sections import SECTIONS, Section
 
@@ -145,7 +144,7 @@ def main() -> str | None:
     rounds = 2 if options.quick else options.rounds
     place = Device("bfloat16")
     settings = {
-        "temperature": measure.TEMPERATURE, "workspace_bytes": WORKSPACE, "rounds": rounds,
+        "temperature": measure.TEMPERATURE, "rounds": rounds,
         "sizes": "an eighth" if options.quick else "full",
     }  # fmt: skip
     results: list[dict[str, Any]] = []

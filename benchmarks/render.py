@@ -6,12 +6,13 @@ A page has marks, `<!-- KIND:NAME begin -->` ... `<!-- KIND:NAME end -->`. What 
 filled from benchmarks/results/NAME.json, an object with `device`, `versions`, `commit`, `date`,
 optionally `settings` and `environment`, and `results`: one object a row, whose keys are the
 columns. The end of a key is its unit: `_s` seconds, `_bytes`, `_share` of 1, `_error` relative.
-`<!-- results:NAME KEY; KEY begin -->` chooses columns, and
-`<!-- times:NAME TITLE; TITLE begin -->` tables.
+`<!-- results:NAME KEY; KEY begin -->` chooses columns or, of
+benchmarks/gpu.py's records, tables, and `<!-- times:NAME TITLE; TITLE begin -->` tables.
 
 | kind | table |
 |---|---|
 | `results` | all rows; of benchmarks/gpu.py's records, a column for each contender |
+| `beside` | a line for each case, a column for each contender: KEY...; CONTENDER; NUMBER |
 | `times` | of benchmarks/gpu.py's records, only times, of chosen tables |
 | `company` | of benchmarks/small.py: medians of calls alone, and the largest ratios |
 | `clients` | of benchmarks/frameworks/clients.py: a line for each step |

@@ -26,7 +26,13 @@ def column(key: str) -> tuple[str, Callable[[Any], str]]:
     for end, (heading, form) in UNITS.items():
         if key.endswith(end):
             return key.removesuffix(end).replace("_", " ") + heading, form
-    return key.replace("_", " "), lambda x: f"{x:.4g}" if isinstance(x, float) else str(x)
+    return key.replace("_", " "), _plain
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def table(record: Mapping[str, Any], *chosen: str) -> str:
@@ -34,7 +40,7 @@ def table(record: Mapping[str, Any], *chosen: str) -> str:
     `chosen`, results that were skipped are left out."""
     rows = record["results"]
     if "section" in rows[0]:
-        return side_by_side(record)
+        return side_by_side(record, *chosen)
     lines = provenance(record)
     if chosen and "skipped" not in chosen:
         rows = [row for row in rows if "skipped" not in row]
@@ -76,7 +82,6 @@ def company(record: Mapping[str, Any]) -> str:
     contenders = [name for name in contenders if name != "infonce.torch"]  # `module` takes longer
     measured = [name for name in ("infonce", "module") if name in contenders]
     headings = ["loss", "rows", "dim", *contenders, *(f"{name} / torch" for name in measured)]
-    headings += ["infonce: median / least", "infonce: p90 / median"]
     lines = [*provenance(record), "", _line(headings), "|---" * len(headings) + "|"]
     for (loss, count), rows in batches.items():
         cells = [loss, count, ", ".join(str(row["dim"]) for row in rows)]
@@ -84,21 +89,38 @@ def company(record: Mapping[str, Any]) -> str:
             ", ".join(_ms(next(iter(row[name].values()))["median_s"]) for row in rows)
             for name in contenders
         ]
-        cells += [_largest(rows, name, "median_s", "torch", "median_s") for name in measured]
-        cells += [
-            _largest(rows, "infonce", "median_s", "infonce", "least_s"),
-            _largest(rows, "infonce", "p90_s", "infonce", "median_s"),
-        ]
+        cells += [_largest_ratio(rows, name, "torch") for name in measured]
         lines.append(_line(map(str, cells)))
     return "\n".join(lines) + "\n"
 
 
-def _largest(rows: Iterable[Row], name: str, key: str, other: str, of_other: str) -> str:
-    """The largest ratio of a number to another contender's in the same state."""
+def _largest_ratio(rows: Iterable[Row], name: str, other: str) -> str:
+    """The largest ratio of a median to that of another contender in the same state."""
     ratios = [
-        of[key] / row[other][state][of_other] for row in rows for state, of in row[name].items()
+        of["median_s"] / row[other][state]["median_s"]
+        for row in rows
+        for state, of in row[name].items()
     ]
     return f"{max(ratios):.2f}"
+
+
+def beside(record: Mapping[str, Any], *keys: str) -> str:
+    """A line for each case, a column for each contender. The last two keys are the contender's and
+    its number's, and the others tell cases apart."""
+    *names, contender, number = keys
+    forms = [column(name) for name in names]
+    unit, form = next((unit for end, unit in UNITS.items() if number.endswith(end)), ("", _plain))
+    cases: dict[tuple[str, ...], dict[Any, str]] = {}
+    for row in record["results"]:
+        if "skipped" not in row:
+            case = tuple(write(row[name]) for name, (_, write) in zip(names, forms, strict=True))
+            cases.setdefault(case, {})[row[contender]] = form(row[number])
+    contenders = dict.fromkeys(name for cells in cases.values() for name in cells)
+    headings = [*(heading for heading, _ in forms), *(f"{name}{unit}" for name in contenders)]
+    lines = [*provenance(record), "", _line(headings), "|---" * len(headings) + "|"]
+    for case, cells in cases.items():
+        lines.append(_line([*case, *(cells.get(name, "-") for name in contenders)]))
+    return "\n".join(lines) + "\n"
 
 
 def clients(record: Mapping[str, Any]) -> str:
@@ -118,6 +140,7 @@ def clients(record: Mapping[str, Any]) -> str:
 
 LIBRARY = "auto"  # the method that stands for this library as it is called
 CEILING = "products"
+ROOMY = "1 GiB"  # a workspace that is set to the largest default
 OTHERS = (  # what is not this library's
     "panels", "torch", "torch.compile", "open_clip", "cut_cross_entropy", "inf_cl",
     "memory_efficient_clip", "siglip_kernel", "quack",
@@ -131,8 +154,9 @@ NAMES = {LIBRARY: "infonce", CEILING: "bare products"}
 STEPS = {"naive": "1. naive", "portable": "2. tiles", LIBRARY: "3. sweeps", CEILING: NAMES[CEILING]}
 
 
-def side_by_side(record: Mapping[str, Any]) -> str:
-    """One line for each case, one column for each contender, in tables by kind."""
+def side_by_side(record: Mapping[str, Any], *titles: str) -> str:
+    """One line for each case, one column for each contender, in tables by kind: all of them, or
+    those with these titles."""
     size, ceiling = record["gemm"]["size"], ceiling_tflops(record)
     lines = [
         *provenance(record),
@@ -141,34 +165,46 @@ def side_by_side(record: Mapping[str, Any]) -> str:
         "Median milliseconds (Python and waiting included), MiB beyond inputs and gradients;",
         "errors of loss and gradient, relative to float64 on the same inputs.",
     ]
-    for title, cases in _cases(record).items():
-        methods = list(dict.fromkeys(method for rows in cases.values() for method in rows))
-        titles = [title, "of the bare products", "TFLOP/s"]
-        lines += ["", _line([*titles, *(NAMES.get(method, method) for method in methods)])]
-        lines.append("|---" * (len(titles) + len(methods)) + "|")
+    tables = _cases(record)
+    for title in titles or tables:
+        methods = list(dict.fromkeys(method for rows in tables[title].values() for method in rows))
+        headings = [title, "of the bare products"]
+        headings += [NAMES.get(method, method) for method in methods]
+        lines += ["", _line(headings), "|---" * len(headings) + "|"]
         lines += [
-            _line([name, *_standing(rows), *(_measured(rows.get(method)) for method in methods)])
-            for name, rows in cases.items()
+            _line(
+                [
+                    name,
+                    _share(rows.get(LIBRARY, {})),
+                    *(_measured(rows.get(method)) for method in methods),
+                ]
+            )
+            for name, rows in tables[title].items()
         ]
     return "\n".join(lines) + "\n"
 
 
 def times(record: Mapping[str, Any], *titles: str) -> str:
     """As `side_by_side` for tables with these titles, with times in ms, without calls for one of
-    two gradients. Memory is this library's."""
+    two gradients and calls in `ROOMY`. Memory is this library's."""
     lines, tables = provenance(record), _cases(record)
     for title in titles:
         rows = {name: rows for name, rows in tables[title].items() if not rows[LIBRARY].get("wrt")}
         methods = dict.fromkeys(
-            method for row in rows.values() for method in row if "median_s" in row[method]
+            method
+            for row in rows.values()
+            for method in row
+            if "median_s" in row[method] and method != ROOMY
         )
-        headings = [title, "of the bare products", "TFLOP/s", "infonce (MiB)"]
+        headings = [title, "of the bare products", "infonce (MiB)"]
         headings += [f"{NAMES.get(method, method)} (ms)" for method in methods]
         lines += ["", _line(headings), "|---" * len(headings) + "|"]
         for name, row in rows.items():
-            cells = [_ms(row[method]["median_s"]) if method in row else "" for method in methods]
+            cells = [
+                _ms(row[m]["median_s"]) if "median_s" in row.get(m, {}) else "" for m in methods
+            ]
             memory = f"{row[LIBRARY]['peak_bytes'] / 2**20:.0f}"
-            lines.append(_line([name, *_standing(row), memory, *cells]))
+            lines.append(_line([name, _share(row[LIBRARY]), memory, *cells]))
     return "\n".join(lines) + "\n"
 
 
@@ -222,14 +258,15 @@ def goals(record: Mapping[str, Any]) -> str:
 def ladder(record: Mapping[str, Any]) -> str:
     """Cases that an earlier step of the ladder ran too, a line for each step."""
     headings = ["case", "step", "of the bare products", "TFLOP/s", "time, memory"]
-    lines = [*provenance(record)[:1], "", _line(headings), "|---" * len(headings) + "|"]
+    about = f"{record['device']}; commit {record['commit']}; {record['date'][:10]}."
+    lines = [about, "", _line(headings), "|---" * len(headings) + "|"]
     for cases in _cases(record).values():
         for case, rows in cases.items():
             if rows.keys() & {"naive", "portable"} and rows[CEILING]["size"] >= 4096:  # not fused
                 lines += [
-                    _line([case, step, *_standing({LIBRARY: rows[method]}), _brief(rows[method])])
+                    _line([case, step, _share(row), f"{row['gflops'] / 1e3:.3g}", _brief(row)])
                     for method, step in STEPS.items()
-                    if method in rows
+                    if (row := rows.get(method))
                 ]
     return "\n".join(lines) + "\n"
 
@@ -249,13 +286,9 @@ def case_name(row: Row) -> str:
     return f"{row['loss']} {row['dtype']} {row['size']}{keys} x {row['dim']}{precision}{alone}"
 
 
-def _standing(rows: Mapping[str, Row]) -> tuple[str, str]:
-    """This library's time divided by the time of the bare products, and its useful rate."""
-    row = rows.get(LIBRARY, {})
-    if "median_s" not in row:
-        return "-", "-"
-    share = f"{row['products_share']:.2f}" if "products_share" in row else "-"
-    return share, f"{row['gflops'] / 1e3:.3g}"
+def _share(row: Row) -> str:
+    """The time divided by the time of the bare products."""
+    return f"{row['products_share']:.2f}" if "products_share" in row else "-"
 
 
 def _measured(row: Row | None) -> str:
@@ -277,6 +310,6 @@ def _line(cells: Iterable[str]) -> str:
 
 
 KINDS: dict[str, Callable[..., str]] = {
-    "results": table, "company": company, "clients": clients, "times": times, "peers": peers,
-    "goals": goals, "ladder": ladder,
+    "results": table, "beside": beside, "company": company, "clients": clients, "times": times,
+    "peers": peers, "goals": goals, "ladder": ladder,
 }  # fmt: skip

@@ -23,6 +23,9 @@
 #ifndef LINEAR
 #define LINEAR 0  // 1: the loss has terms that are linear in the logits (kernels/linear.py)
 #endif
+#ifndef BOTH_SIDES
+#define BOTH_SIDES 0  // 1: one launch serves queries and keys; fewer rows of a large batch are in flight then
+#endif
 
 // The positives of the rows that are completed. A positive is a pair of such a row and its partner, a row of the other
 // side. Gradient blocks do not contain the pair's dL/dx.
@@ -155,48 +158,60 @@ struct Finished {
   }
 };
 
-// Completes the gradients of n rows of one side, from row `first` on.
+// The gradients of n rows of one side, queries or keys, from row `first` on.
 //   - `acc` [n, acc_stride] has the sums over gradient blocks; its first row is row `first`. Gradient blocks were
-//     divided by gradient_divisor[0] (`divisor_step` 0), or by gradient_divisor[row] (`divisor_step` 1). This kernel
-//     multiplies the sums by that divisor.
-//   - The features of the other side were divided by *feature_divisor (null: by 1). This kernel multiplies by it.
+//     divided by gradient_divisor[0] (`divisor_step` 0), or by gradient_divisor[row] (`divisor_step` 1). The sums are
+//     multiplied by that divisor.
+//   - The features of the other side were divided by *feature_divisor (null: by 1). The sums are multiplied by it.
 //   - `z`, `factor` and `exponent` belong to the side that is completed, and `positives` has the other side.
 //   - The gradients are written to `out`, or added to `out` if `add` is 1. If the data of `out` is null, they are
 //     not written.
 //   - <g, s> of each row, which is the sum of P_ij x_ij over the row, is written to `dots` (null: not wanted). Without
 //     moments, the gradient of the scale is the sum of these numbers divided by the scale.
-extern "C" __global__ void __launch_bounds__(ROWS_THREADS, sizeof(Real) == 8 || NORM_FACTORS && LINEAR ? 2 : NORM_FACTORS ? 3 : 4)
-finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
-                                  const __grid_constant__ Matrix z, const Real* factor,
-                                  const int* exponent, const __grid_constant__ Positives positives,
-                                  const double* gradient_divisor, i64 divisor_step,
-                                  const double* feature_divisor,
-                                  double* dots,
-                                  const __grid_constant__ Matrix out, i64 add
+struct Side {
+  const Real* acc;
+  i64 acc_stride, first, n;
+  Matrix z;
+  const Real* factor;
+  const int* exponent;
+  Positives positives;
+  const double* gradient_divisor;
+  i64 divisor_step;
+  const double* feature_divisor;
+  double* dots;
+  Matrix out;
+  i64 add;
 #if LINEAR
-                                  , const __grid_constant__ LinearGradients linear
+  LinearGradients linear;
 #endif
-                                  ) {
-#if !LINEAR
+};
+
+// `finish` for row `offset` of a side.
+__device__ __forceinline__ void finish_row(const Side& side, i64 offset, i64 d, int lane, int lanes) {
+  if (offset >= side.n) return;
+#if LINEAR
+  const LinearGradients& linear = side.linear;
+#else
   const LinearGradients linear = {};
 #endif
-  const int lanes = count_lanes(d), lane = threadIdx.x % lanes;
-  const i64 offset = lanes_row(lanes);  // from row `first` on
-  if (offset >= n) return;
-  const Real* sum = acc + offset * acc_stride;
-  const i64 row = first + offset;
+  const Real* sum = side.acc + offset * side.acc_stride;
+  const i64 row = side.first + offset;
+  const Matrix &z = side.z, &out = side.out;
+  const Positives& positives = side.positives;
+  double* const dots = side.dots;
   prefetch_row(sum, d * sizeof(Real), lane, lanes);
   if (NORM_FACTORS || dots) prefetch_row(z, row, d, lane, lanes);
   if (!positives.entries && row < positives.others) prefetch_row(positives.z, row, d, lane, lanes);
-  const double divisor = gradient_divisor[divisor_step * row], other = feature_divisor ? *feature_divisor : 1.0;
+  const double divisor = side.gradient_divisor[side.divisor_step * row];
+  const double feature_divisor = side.feature_divisor ? *side.feature_divisor : 1.0;
   double dot = 0;
 #if !NORM_FACTORS  // reads the row once, and computes in Real: float, or double for FP64
 #pragma unroll 1
   for (i64 k = lane * LANE_FEATURES; k < d; k += lanes * LANE_FEATURES) {
-    Finished<Real> f(sum, divisor, other, positives, linear, z, row, k, d, 0, 0, dots || LINEAR);
+    Finished<Real> f(sum, divisor, feature_divisor, positives, linear, z, row, k, d, 0, 0, dots || LINEAR);
     if (dots) dot += f.dot();
     if (!out.data) continue;
-    if (add) {
+    if (side.add) {
       Real before[LANE_FEATURES];
       get_group(before, out, row, k, d - k);
 #pragma unroll
@@ -207,24 +222,35 @@ finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
   if (dots) dot = lanes_sum(dot, lanes);
   if (dots && lane == 0) dots[row] = dot;
 #else  // reads the row twice, because all results need <g, s>; computes in float64
-  const int e = exponent[row];
-  const double f = factor[row];
+  const int e = side.exponent[row];
+  const double f = side.factor[row];
   for (i64 k = lane * LANE_FEATURES; k < d; k += lanes * LANE_FEATURES)
-    dot += Finished<double>(sum, divisor, other, positives, linear, z, row, k, d, f, e).dot();
+    dot += Finished<double>(sum, divisor, feature_divisor, positives, linear, z, row, k, d, f, e).dot();
   dot = lanes_sum(dot, lanes);
   if (dots && lane == 0) dots[row] = dot;
   if (!out.data) return;
   const double along = f * f * dot;  // f^2 <g, s>: how much of s is subtracted
   for (i64 k = lane * LANE_FEATURES; k < d; k += lanes * LANE_FEATURES) {
-    Finished<double> finished(sum, divisor, other, positives, linear, z, row, k, d, f, e);
+    Finished<double> finished(sum, divisor, feature_divisor, positives, linear, z, row, k, d, f, e);
     double before[LANE_FEATURES] = {0, 0, 0, 0, 0, 0, 0, 0};
-    if (add) get_group(before, out, row, k, d - k);
+    if (side.add) get_group(before, out, row, k, d - k);
 #pragma unroll
     for (int i = 0; i < LANE_FEATURES; ++i)
       finished.g[i] = ldexp(finished.g[i] - along * finished.x[i], -e) + before[i];
     set_group(finished.g, out, row, k, d - k);
   }
 #endif
+}
+
+// Completes the gradients of one side; or with BOTH_SIDES of two: the first thread blocks have the rows of `one`, the
+// others those of `other`. `d` is the number of features.
+extern "C" __global__ void __launch_bounds__(ROWS_THREADS, sizeof(Real) == 8 || NORM_FACTORS && LINEAR ? 2 : NORM_FACTORS ? 3 : 4)
+finish(const __grid_constant__ Side one, const __grid_constant__ Side other, i64 d) {
+  const int lanes = count_lanes(d), lane = threadIdx.x % lanes, rows_per_block = ROWS_THREADS / lanes;
+  const i64 row = lanes_row(lanes), one_rows = (one.n + rows_per_block - 1) / rows_per_block * rows_per_block;
+  // Two calls, so that the addresses of a side's fields are constants
+  if (!BOTH_SIDES || row < one_rows) finish_row(one, row, d, lane, lanes);
+  else finish_row(other, row - one_rows, d, lane, lanes);
 }
 
 // out = sums + other (null pointers: 0), converted to the type of `out`. `sums` and `other` are contiguous [n, d]:

@@ -5,7 +5,17 @@
 // are the same in every run. The host reads no result, so it does not know the number of classes.
 #include "sorted.cuh"
 
-constexpr int SORT_THREADS = 1024, SORT_ROWS = 2 * SORT_THREADS;
+constexpr int SORT_THREADS = 256, SORT_ROWS = 2 * SORT_THREADS;
+
+// A row and its label. Rows of one label are in ascending order, so no two are equal.
+struct Labelled {
+  i64 label;
+  int row;
+
+  __device__ __forceinline__ bool operator<(const Labelled& other) const {
+    return label < other.label || (label == other.label && row < other.row);
+  }
+};
 
 // Sorts each run of SORT_ROWS rows by their labels, by a bitonic sort; a thread block sorts a run. `sorted` gets the
 // labels in ascending order, and `order` the rows that have these labels. If `negative_apart` is 1, a row i
@@ -13,35 +23,63 @@ constexpr int SORT_THREADS = 1024, SORT_ROWS = 2 * SORT_THREADS;
 // wanted) gets the label of each row i, in the order of the rows.
 extern "C" __global__ void __launch_bounds__(SORT_THREADS)
 sort_labels(const i64* labels, i64 n, i64 negative_apart, i64* ids, i64* sorted, i64* order) {
-  __shared__ i64 label[SORT_ROWS];
-  __shared__ int row[SORT_ROWS];
+  __shared__ i64 shared_labels[SORT_ROWS];
+  __shared__ int shared_rows[SORT_ROWS];
+  const int t = threadIdx.x;
   const i64 first = blockIdx.x * (i64)SORT_ROWS;
-  for (int at = threadIdx.x; at < SORT_ROWS; at += SORT_THREADS) {
-    const i64 i = first + at;
-    i64 id = 0x7fffffffffffffffLL;  // fills the last run: the largest number, so that it is sorted after all rows
+  Labelled mine[2];  // at positions 2 t and 2 t + 1 of the run
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    const i64 i = first + 2 * t + e;
+    // Fills the last run: the largest number, so that it is sorted after all rows
+    mine[e] = {0x7fffffffffffffffLL, 2 * t + e};
     if (i < n) {
-      id = negative_apart && labels[i] < 0 ? -1 - i : labels[i];
-      if (ids) ids[i] = id;
+      mine[e].label = negative_apart && labels[i] < 0 ? -1 - i : labels[i];
+      if (ids) ids[i] = mine[e].label;
     }
-    label[at] = id, row[at] = at;
   }
+  // In each step, the elements at positions that differ by `step` are compared, and have to be in ascending order in
+  // every other group of `size` elements, else in descending order
   for (int size = 2; size <= SORT_ROWS; size *= 2)
     for (int step = size / 2; step > 0; step /= 2) {
-      __syncthreads();  // the exchanges of the last step come before these
-      // A thread compares the elements at a and b, and exchanges them if they have the wrong order. The direction of
-      // the order alternates between neighbouring groups of `size` elements
-      const int t = threadIdx.x, a = 2 * t - (t & (step - 1)), b = a + step;
-      const bool ascending = label[a] < label[b] || (label[a] == label[b] && row[a] < row[b]);
-      if (ascending != ((a & size) == 0)) {
-        const i64 label_a = label[a];
-        const int row_a = row[a];
-        label[a] = label[b], row[a] = row[b];
-        label[b] = label_a, row[b] = row_a;
+      const bool ascending = (2 * t & size) == 0;
+      if (step == 1) {
+        if (mine[1] < mine[0] == ascending) {
+          const Labelled x = mine[0];
+          mine[0] = mine[1], mine[1] = x;
+        }
+        continue;
       }
+      Labelled others[2];
+      if (step <= 32) {  // of a thread of this warp
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          others[e] = {__shfl_xor_sync(ALL_LANES, mine[e].label, step / 2),
+                       __shfl_xor_sync(ALL_LANES, mine[e].row, step / 2)};
+      } else {
+        __syncthreads();  // the reads of the last step come before these writes
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {  // all first elements, then all second ones: neighbours are in other banks
+          const int at = e * SORT_THREADS + t;
+          shared_labels[at] = mine[e].label, shared_rows[at] = mine[e].row;
+        }
+        __syncthreads();  // these writes come before the reads below
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int at = e * SORT_THREADS + (t ^ (step / 2));
+          others[e] = {shared_labels[at], shared_rows[at]};
+        }
+      }
+      const bool is_first = (2 * t & step) == 0;  // of the two
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+        if (others[e] < mine[e] == (is_first == ascending)) mine[e] = others[e];
     }
-  __syncthreads();  // the exchanges come before the reads below
-  for (int at = threadIdx.x; at < SORT_ROWS && first + at < n; at += SORT_THREADS)
-    sorted[first + at] = label[at], order[first + at] = first + row[at];
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    const i64 at = first + 2 * t + e;
+    if (at < n) sorted[at] = mine[e].label, order[at] = first + mine[e].row;
+  }
 }
 
 // Merges each pair of neighbouring sorted runs of `run` rows to one sorted run. A thread moves one row. Its position in

@@ -1,15 +1,16 @@
-// Own negatives (own.cuh): own_sums adds them to the sums of the row, before the losses are known, and own_gradients
-// computes their gradients afterwards:
+// Own negatives (own.cuh). Before the losses are known, own_products computes their products with the query of their
+// row, and own_sums adds these to the sums of the row. own_gradients computes their gradients afterwards:
 //
 //     do_ij = g_ij u_qi       dq_i += sum_j g_ij u_oij       (gradients with respect to the rows u)
 //
 // The gradient with respect to z is (du - u <du, u>) / |z|. Here <do_ij, u_oij> = g_ij x_ij, and <dq_i, u_qi> is the sum
-// of these. own_sums keeps the products and norms, so own_gradients reads each own negative once, and writes its
+// of these. own_products keeps the products and norms, so own_gradients reads each own negative once, and writes its
 // gradient. Both kernels take the time of these bytes. If own negatives are rows of a table, own_table.cu computes their
 // gradients.
 //
 // `parts` groups of lanes of one thread block share the own negatives of a row, BATCH of them at a time: all loads of a
-// batch are under way at once.
+// batch are under way at once. own_sums is a kernel of its own, because its steps wait for each other: so it waits once
+// for all rows.
 #include "own.cuh"
 #include "vectors/running_sums.cuh"
 
@@ -74,31 +75,44 @@ __device__ __noinline__ Real multiply_scaled(const Matrix& q, i64 q_row, int q_e
   return (Real)group.sum(product);
 }
 
-// Writes the products of this group's own negatives, and their units. Returns NaN (in some lanes) if a feature of an own
-// negative that counts is not finite, or if its index is beyond the table, else 0.
-__device__ __forceinline__ float multiply_own(const OwnNegatives& a, const Group& group, const char* mask, i64 mask_stride,
-                              double limit) {
+// Whether a feature of row `row` of z is not finite.
+__device__ __noinline__ bool has_not_finite(const Matrix& z, i64 row, i64 d, const Group& group) {
+  float zero_sum = 0;  // of features times 0
+  for (i64 k = group.lane; k < d; k += group.lanes) zero_sum += (float)(z.get(row, k) * 0);
+  return group.sum(zero_sum) != 0;  // NaN != 0 is true
+}
+
+// Writes the products x_ij of own negatives, and their units. `mask` [m, k] tells which count (null: all); `limits` [m]
+// are products above which they do not count (null: none). x_ij is -inf for own negatives that do not count, and NaN if a
+// feature of one that counts is not finite, or if its index is beyond the table.
+extern "C" __global__ void __launch_bounds__(OWN_THREADS, NORM_FACTORS || sizeof(Real) == 8 ? 4 : 6)
+own_products(const __grid_constant__ OwnNegatives a, const char* mask, i64 mask_row_stride, i64 mask_stride,
+             const double* limits) {
+  const Group group(a.d, a.parts);
+  if (group.row >= a.m) return;
   const i64 i = group.row, step = group.lanes * LANE_FEATURES, first_column = group.lane * LANE_FEATURES;
   const Matrix own = a.own.of(i);
   prefetch_batch(a, own, group.part * BATCH, -1, group);
+  prefetch_row(a.query, i, a.d, group.lane, group.lanes);
+  if (mask) mask += i * mask_row_stride;
+  const double limit = limits ? limits[i] : INFINITY_;
   const i64 begin = group.part * BATCH;
   Unit query = {1, 0};
   Real query_square = 0;
-  float zero_sum = 0;  // of features times 0
   for (i64 first = begin; first < a.k; first += a.parts * BATCH) {
     prefetch_batch(a, own, first + a.parts * BATCH, -1, group);
-    bool counts[BATCH];
+    bool counts[BATCH], beyond[BATCH];  // beyond: an index beyond the table
     i64 own_rows[BATCH];
     Real products[BATCH], squares[BATCH];
 #pragma unroll
     for (int b = 0; b < BATCH; ++b) {
       counts[b] = first + b < a.k && (!mask || mask[(first + b) * mask_stride]);
       own_rows[b] = own_row(a, i, first + b);
-      if (counts[b] && own_rows[b] >= 0 && !is_own_row(a, own_rows[b])) zero_sum = (float)NAN_;  // an invalid index
+      beyond[b] = counts[b] && own_rows[b] >= 0 && !is_own_row(a, own_rows[b]);
       counts[b] = counts[b] && is_own_row(a, own_rows[b]);
       products[b] = squares[b] = 0;
     }
-#pragma unroll 1
+#pragma unroll 2
     for (i64 column = first_column; column < a.d; column += step) {
       Arriving arriving[BATCH];
       Real q[LANE_FEATURES], x[LANE_FEATURES];
@@ -117,7 +131,6 @@ __device__ __forceinline__ float multiply_own(const OwnNegatives& a, const Group
         for (int f = 0; f < LANE_FEATURES; ++f) {
           products[b] += q[f] * x[f];
           if (NORM_FACTORS) squares[b] += x[f] * x[f];
-          else zero_sum += (float)(x[f] * 0);
         }
       }
     }
@@ -130,7 +143,7 @@ __device__ __forceinline__ float multiply_own(const OwnNegatives& a, const Group
       const i64 at = i * a.k + first + b;
       if (first + b >= a.k) break;
       if (!counts[b]) {
-        if (group.lane == 0) a.products[at] = (Real)-INFINITY_;
+        if (group.lane == 0) a.products[at] = beyond[b] ? (Real)NAN_ : (Real)-INFINITY_;
         continue;
       }
       Real product = group.sum(products[b]);
@@ -140,59 +153,54 @@ __device__ __forceinline__ float multiply_own(const OwnNegatives& a, const Group
           product = multiply_scaled(a.query, i, query.exponent, own, own_rows[b], unit.exponent, a.d, group);
         product = product * query.factor * unit.factor;
         if (unit.factor == 0) product = 0;  // a row of zeros has no direction
-        zero_sum += (float)(unit.factor * 0);
         if (group.lane == 0) a.factors[at] = unit.factor, a.exponents[at] = unit.exponent;
       }
+      // The product of a feature that is infinite may be -inf
+      if (!NORM_FACTORS && !isfinite(product) && has_not_finite(own, own_rows[b], a.d, group)) product = (Real)NAN_;
       if (group.lane == 0) a.products[at] = (double)product > limit ? (Real)-INFINITY_ : product;
     }
   }
-  return zero_sum;
 }
 
-// Adds the own negatives of each row to its sums. `mask` [m, k] tells which count (null: all); `limits` [m] are products
-// above which they do not count (null: none).
+// Adds the own negatives of each row to its sums. `lanes`, a power of two, share a row.
 //   - references null: `rows` are complete sums of base-2 exponents, to which the own negatives are added.
 //   - else, in one pass (vectors/online.cuh), before its first block: own negatives are the first terms of the sums.
 //     references[i] becomes 0, or their largest exponent if that is far from 0; rows.sum[i] their sum against it, and
 //     rows.moment[i] the sum of exponentials times products. The pass multiplies its products by pass_scale, rounded.
 //   - ranks [m] (null: not wanted) gain the number of own negatives above the positive. The logits of positives have
 //     the scale of logits, plus positive_hardness.
-//   - row_nans[i]: NaN if a feature of an own negative that counts is not finite, or if its index is beyond the table,
-//     else known_row_nans[i] (null: 0). A bias that is NaN or +inf makes the sum NaN.
-extern "C" __global__ void __launch_bounds__(OWN_THREADS, NORM_FACTORS || sizeof(Real) == 8 ? 4 : 6)
-own_sums(const __grid_constant__ OwnNegatives a, const char* mask, i64 mask_row_stride, i64 mask_stride,
-         const double* limits, const __grid_constant__ Sums rows, Real* references,
+//   - row_nans[i]: NaN if a product is NaN, else known_row_nans[i] (null: 0). A bias that is NaN or +inf makes the sum NaN.
+extern "C" __global__ void __launch_bounds__(OWN_THREADS)
+own_sums(const __grid_constant__ OwnNegatives a, i64 lanes, const __grid_constant__ Sums rows, Real* references,
          const __grid_constant__ Scale pass_scale, const double* positive_logits, double positive_hardness,
          i64* ranks, const double* known_row_nans, double* row_nans) {
-  __shared__ float zero_sums[MAX_GROUPS];
-  const Group group(a.d, a.parts);
-  const i64 i = group.row;
-  if (i < a.m) {
-    const char* row_mask = mask ? mask + i * mask_row_stride : nullptr;
-    const double limit = limits ? limits[i] : INFINITY_;
-    const float sum = group.sum(multiply_own(a, group, row_mask, mask_stride, limit));
-    if (group.lane == 0) zero_sums[group.index] = sum;
-  }
-  // The writes of zero_sums[] and of products come before the reads below
-  if (a.parts > 1) __syncthreads();
-  else __syncwarp();
-  if (group.part != 0 || i >= a.m) return;
+  const i64 thread = blockIdx.x * (i64)OWN_THREADS + threadIdx.x, i = thread / lanes;
+  const int lane = thread % lanes;
+  const bool has_row = i < a.m;
+  const i64 count = has_row ? a.k : 0;
+  const auto over_lanes = [&](auto x, auto join) {
+    for (int by = (int)lanes / 2; by > 0; by /= 2) x = join(x, __shfl_xor_sync(ALL_LANES, x, by));
+    return x;
+  };
+  const auto add = [](auto x, auto y) { return x + y; };
 
   const Real* products = a.products + i * a.k;
   const double c = a.exponent_factor();
 #if OWN_BIAS
   double top = -INFINITY_;
-  for (i64 j = group.lane; j < a.k; j += group.lanes) top = fmax(top, add_own_bias(a, i * a.k + j, c * products[j]));
-  top = group.max(top);
+  for (i64 j = lane; j < count; j += lanes) top = fmax(top, add_own_bias(a, i * a.k + j, c * products[j]));
+  top = over_lanes(top, [](double x, double y) { return fmax(x, y); });
 #else
   Real largest = (Real)-INFINITY_;
-  for (i64 j = group.lane; j < a.k; j += group.lanes) largest = max_(largest, products[j]);
-  const double top = c * group.join(largest, max_);
+  for (i64 j = lane; j < count; j += lanes) largest = max_(largest, products[j]);
+  const double top = c * over_lanes(largest, max_);
 #endif
-  const double positive = ranks ? positive_logits[i] : 0, rank_factor = (a.scale.bare() + positive_hardness) * LOG2_E;
-  Real sum = 0, above = 0;
+  const double positive = ranks && has_row ? positive_logits[i] : 0;
+  const double rank_factor = (a.scale.bare() + positive_hardness) * LOG2_E;
+  Real sum = 0, above = 0, nans = 0;
   double moment = 0;
-  for (i64 j = group.lane; j < a.k; j += group.lanes) {
+  for (i64 j = lane; j < count; j += lanes) {
+    nans += isnan(products[j]);
     const double logit = c * products[j], exponent = add_own_bias(a, i * a.k + j, logit);
     if (is_nothing(exponent)) continue;
     const Real e = exp2_((Real)(exponent - top));
@@ -200,13 +208,12 @@ own_sums(const __grid_constant__ OwnNegatives a, const char* mask, i64 mask_row_
     moment += e * logit;
     above += ranks && rank_factor * products[j] > positive;
   }
-  sum = group.sum(sum);
-  if (rows.moment) moment = group.sum(moment);
-  if (ranks) above = group.sum(above);
-  if (group.lane != 0) return;
-  float zero_sum = 0;
-  for (int part = 0; part < a.parts; ++part) zero_sum += zero_sums[group.index + part];
-  row_nans[i] = zero_sum != 0 ? NAN_ : known_row_nans ? known_row_nans[i] : 0;  // NaN != 0 is true
+  sum = over_lanes(sum, add);
+  if (rows.moment) moment = over_lanes(moment, add);
+  if (ranks) above = over_lanes(above, add);
+  nans = over_lanes(nans, add);
+  if (lane != 0 || !has_row) return;
+  row_nans[i] = nans != 0 ? NAN_ : known_row_nans ? known_row_nans[i] : 0;
   if (ranks) ranks[i] += (i64)above;
   if (!references) {
     rows.set(i, merge(rows.get(i), Sum{top, sum, moment}));
@@ -223,109 +230,127 @@ own_sums(const __grid_constant__ OwnNegatives a, const char* mask, i64 mask_row_
   if (rows.moment) rows.moment[i] = moment * factor / pass_factor;
 }
 
-// Adds this group's terms to dq, and writes the gradients of its own negatives, for LANE_FEATURES features from `column`
-// on. `u` are the features of the unit query.
-__device__ __forceinline__ void differentiate_own(const OwnNegatives& a, const Group& group, double factor,
-                                                  double reference, const Matrix& gradient, bool wants_query,
-                                                  const Real (&u)[LANE_FEATURES], i64 column,
-                                                  Real (&dq)[LANE_FEATURES]) {
-  const i64 n = a.d - column, row = group.row * a.k;
-  const Matrix own = a.own.of(group.row);
-  const double c = a.exponent_factor();
-  const bool reads = wants_query || NORM_FACTORS;
-  for (i64 first = group.part * BATCH; first < a.k; first += a.parts * BATCH) {
-    if (reads) prefetch_batch(a, own, first + a.parts * BATCH, group.chunk, group);
-    Arriving arriving[BATCH];
-    Real products[BATCH];
-#pragma unroll
-    for (int b = 0; b < BATCH; ++b) {
-      products[b] = first + b < a.k ? a.products[row + first + b] : (Real)-INFINITY_;
-      const i64 at = own_row(a, group.row, first + b);
-      if (reads && first + b < a.k && is_own_row(a, at)) arriving[b].load(own, at, column);
-    }
-#pragma unroll
-    for (int b = 0; b < BATCH; ++b) {
-      if (first + b >= a.k) break;
-      Real out[LANE_FEATURES] = {0, 0, 0, 0, 0, 0, 0, 0};
-      int exponent = 0;
-      if (!is_nothing(products[b])) {
-        // The reference is at least the largest exponent, but for rounding
-        const double exponent2 = add_own_bias(a, row + first + b, c * products[b]);
-        const Real g = (Real)(factor * exp2_((Real)fmin(exponent2 - reference, 0.0)));
-        Real x[LANE_FEATURES] = {0, 0, 0, 0, 0, 0, 0, 0}, unit_factor = 1;
-        if (NORM_FACTORS) {
-          unit_factor = a.factors[row + first + b];
-          exponent = a.exponents[row + first + b];
-        }
-        const i64 at = own_row(a, group.row, first + b);
-        if (reads && NORM_FACTORS && exponent) get_row(x, own, at, column, n, exponent);
-        else if (reads) arriving[b].get(x, own, at, column, n);
-#pragma unroll
-        for (int f = 0; f < LANE_FEATURES; ++f) {
-          const Real unit = unit_factor * x[f];
-          dq[f] += g * unit;
-          out[f] = NORM_FACTORS ? g * unit_factor * (u[f] - products[b] * unit) : g * u[f];
-        }
-      }
-      if (gradient.data) set_own(out, gradient, first + b, column, n, exponent);
-    }
-  }
-}
+// What the lanes of a group know of own negatives, one each: own_gradients reads it once for all features.
+struct OwnFactor {
+  Real product = (Real)-INFINITY_, g = 0, unit_factor = 1;
+  int exponent = 0;
+  double along = 0;  // g x_ij
 
-// The gradients of own negatives, from the factor a_i and the reference exponent r_i of each row.
+  // Own negative j of row `row`; nothing if there is none.
+  __device__ __forceinline__ void find(const OwnNegatives& a, i64 row, int j, double factor, double reference) {
+    *this = OwnFactor();
+    if (j >= a.k) return;
+    const i64 at = row * a.k + j;
+    product = a.products[at];
+    if (NORM_FACTORS) unit_factor = a.factors[at], exponent = a.exponents[at];
+    if (is_nothing(product)) return;
+    // The reference is at least the largest exponent, but for rounding
+    const double exponent2 = add_own_bias(a, at, a.exponent_factor() * product);
+    const double exact = factor * exp2_((Real)fmin(exponent2 - reference, 0.0));
+    g = (Real)exact, along = exact * product;
+  }
+};
+
+// The gradients of own negatives, from the factor a_i and the reference exponent r_i of each row. chunk_groups groups of
+// lanes (or sets of `parts`) share the features of a row.
 //   - own_gradient (without data: not wanted) gets the gradients of own negatives that are in no table.
 //   - query_gradient (likewise) gets dq, or with `add` its sum with the contents of query_gradient.
 //   - log_scale_grad[i] (null: not wanted) gets the sum of g_ij x_ij, or with add_log_scale_grad its sum with
 //     log_scale_grad[i].
-extern "C" __global__ void __launch_bounds__(OWN_THREADS, NORM_FACTORS || sizeof(Real) == 8 || WORDS == 2 ? 4 : 6)
-own_gradients(const __grid_constant__ OwnNegatives a, const double* factors, const double* references,
+extern "C" __global__ void __launch_bounds__(OWN_THREADS, NORM_FACTORS || sizeof(Real) == 8 || WORDS == 2 ? 4 : 5)
+own_gradients(const __grid_constant__ OwnNegatives a, i64 chunk_groups, const double* factors, const double* references,
               const __grid_constant__ Matrix query_gradient, i64 add,
               const __grid_constant__ OwnFeatures own_gradient, double* log_scale_grad, i64 add_log_scale_grad) {
   __shared__ Real sums[OWN_THREADS][LANE_FEATURES];
-  const int chunks = (int)((a.d + LANE_FEATURES * count_lanes(a.d) - 1) / (LANE_FEATURES * count_lanes(a.d)));
-  const Group group(a.d, a.parts, chunks);
-  const i64 i = group.row, column = group.chunk * (i64)(group.lanes * LANE_FEATURES) + group.lane * LANE_FEATURES;
-  const bool inside = i < a.m, has_features = inside && column < a.d, wants_query = query_gradient.data;
-  if (has_features && (NORM_FACTORS || wants_query))
-    prefetch_batch(a, a.own.of(i), group.part * BATCH, group.chunk, group);
+  __shared__ double along_parts[MAX_GROUPS];
+  const Group group(a.d, a.parts, (int)chunk_groups);
+  const i64 i = group.row;
+  const int k = (int)a.k, parts = (int)a.parts, width = group.lanes * LANE_FEATURES;
+  const bool inside = i < a.m, wants_query = query_gradient.data, reads = inside && (wants_query || NORM_FACTORS);
+  const Matrix own = a.own.of(i), gradient = own_gradient.data ? own_gradient.of(i) : Matrix{nullptr, 0, 0, 0};
+  const int prefetched_chunk = chunk_groups == 1 ? -1 : group.chunk;
+  if (reads) prefetch_batch(a, own, group.part * BATCH, prefetched_chunk, group);
+  if (inside && group.part == 0 && chunk_groups == 1) {
+    prefetch_row(a.query, i, a.d, group.lane, group.lanes);
+    if (wants_query && add) prefetch_row(query_gradient, i, a.d, group.lane, group.lanes);
+  }
   double factor = 0, reference = 0, along = 0;  // along: <dq_i, u_qi>
   Unit query = {1, 0};
   if (inside) {
     factor = factors[i], reference = references[i];
     if (NORM_FACTORS) query = {a.query_factors[i], a.query_exponents[i]};
   }
-  Real u[LANE_FEATURES] = {0, 0, 0, 0, 0, 0, 0, 0}, dq[LANE_FEATURES] = {0, 0, 0, 0, 0, 0, 0, 0};
-  if (has_features && (wants_query || own_gradient.data)) {
-    get_row(u, a.query, i, column, a.d - column, query.exponent);
+  // Own negative `at` of this group is own negative get_own(at) of the row: the groups have batches in turns
+  const auto get_own = [&](int at) { return (at / BATCH * parts + group.part) * BATCH + at % BATCH; };
+  const bool in_one_round = get_own(group.lanes) >= k;
+  OwnFactor mine;
+  if (inside) mine.find(a, i, get_own(group.lane), factor, reference);
+
+  for (i64 begin = 0; begin < a.d; begin += chunk_groups * width) {
+    const i64 column = begin + group.chunk * width + group.lane * LANE_FEATURES, n = inside ? a.d - column : 0;
+    Real u[LANE_FEATURES] = {0, 0, 0, 0, 0, 0, 0, 0}, dq[LANE_FEATURES] = {0, 0, 0, 0, 0, 0, 0, 0};
+    if (n > 0 && (wants_query || own_gradient.data)) {
+      get_row(u, a.query, i, column, n, query.exponent);
+      if (NORM_FACTORS)
+#pragma unroll
+        for (int f = 0; f < LANE_FEATURES; ++f) u[f] *= query.factor;
+    }
+    for (int first = 0; inside && get_own(first) < k; first += group.lanes) {
+      if (!in_one_round && (first > 0 || begin > 0)) mine.find(a, i, get_own(first + group.lane), factor, reference);
+      if (begin == 0) along += mine.along;
+      for (int next = 0; next < group.lanes && get_own(first + next) < k; next += BATCH) {  // BATCH divides `lanes`
+        const int batch = get_own(first + next);
+        if (reads && begin == 0) prefetch_batch(a, own, batch + parts * BATCH, prefetched_chunk, group);
+        Arriving arriving[BATCH];
+        i64 rows[BATCH];
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+          rows[b] = own_row(a, i, batch + b);
+          if (reads && n > 0 && batch + b < k && is_own_row(a, rows[b])) arriving[b].load(own, rows[b], column);
+        }
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+          const Real product = group.get(mine.product, next + b), g = group.get(mine.g, next + b);
+          const Real unit_factor = NORM_FACTORS ? group.get(mine.unit_factor, next + b) : 1;
+          int exponent = NORM_FACTORS ? group.get(mine.exponent, next + b) : 0;
+          if (batch + b >= k || n <= 0) continue;
+          Real out[LANE_FEATURES] = {0, 0, 0, 0, 0, 0, 0, 0};
+          if (is_nothing(product)) {
+            exponent = 0;
+          } else {
+            Real x[LANE_FEATURES] = {0, 0, 0, 0, 0, 0, 0, 0};
+            if (reads && NORM_FACTORS && exponent) get_row(x, own, rows[b], column, n, exponent);
+            else if (reads && is_own_row(a, rows[b])) arriving[b].get(x, own, rows[b], column, n);
+#pragma unroll
+            for (int f = 0; f < LANE_FEATURES; ++f) {
+              const Real unit = unit_factor * x[f];
+              dq[f] += g * unit;
+              out[f] = NORM_FACTORS ? g * unit_factor * (u[f] - product * unit) : g * u[f];
+            }
+          }
+          if (gradient.data) set_own(out, gradient, batch + b, column, n, exponent);
+        }
+      }
+    }
+    if (begin == 0 && (NORM_FACTORS || log_scale_grad)) along = group.sum(along);
+    if (parts > 1) {  // adds the parts, in their order
+      if (begin > 0) __syncthreads();  // the reads of sums[] for the last features come before these writes
+#pragma unroll
+      for (int f = 0; f < LANE_FEATURES; ++f) sums[threadIdx.x][f] = dq[f];
+      if (begin == 0 && group.lane == 0) along_parts[group.index] = along;
+      __syncthreads();  // the writes of sums[] and along_parts[] come before the reads below
+      for (int part = 1; group.part == 0 && part < parts; ++part) {
+        if (begin == 0) along += along_parts[group.index + part];
+#pragma unroll
+        for (int f = 0; f < LANE_FEATURES; ++f) dq[f] += sums[threadIdx.x + part * group.lanes][f];
+      }
+    }
+    if (group.part != 0 || n <= 0 || !wants_query) continue;
     if (NORM_FACTORS)
 #pragma unroll
-      for (int f = 0; f < LANE_FEATURES; ++f) u[f] *= query.factor;
-    const Matrix gradient = own_gradient.data ? own_gradient.of(i) : Matrix{nullptr, 0, 0, 0};
-    differentiate_own(a, group, factor, reference, gradient, wants_query, u, column, dq);
+      for (int f = 0; f < LANE_FEATURES; ++f) dq[f] = (dq[f] - (Real)along * u[f]) * query.factor;
+    set_row(dq, query_gradient, i, column, n, query.exponent, add);
   }
-  if (a.parts > 1 && wants_query) {  // adds the parts of dq, in their order
-#pragma unroll
-    for (int f = 0; f < LANE_FEATURES; ++f) sums[threadIdx.x][f] = dq[f];
-    __syncthreads();  // the writes of sums[] come before the reads below
-    for (int part = 1; group.part == 0 && part < a.parts; ++part)
-#pragma unroll
-      for (int f = 0; f < LANE_FEATURES; ++f) dq[f] += sums[threadIdx.x + part * group.lanes][f];
-  }
-  if (group.part != 0 || !inside) return;
-  if (NORM_FACTORS || log_scale_grad && group.chunk == 0) {
-    const double c = a.exponent_factor();
-    for (i64 j = group.lane; j < a.k; j += group.lanes) {
-      const double product = a.products[i * a.k + j];
-      const double exponent = add_own_bias(a, i * a.k + j, c * product);
-      if (!is_nothing(product)) along += factor * exp2_((Real)fmin(exponent - reference, 0.0)) * product;
-    }
-    along = group.sum(along);
-    if (log_scale_grad && group.chunk == 0 && group.lane == 0)
-      log_scale_grad[i] = along + (add_log_scale_grad ? log_scale_grad[i] : 0);
-  }
-  if (!wants_query || !has_features) return;
-  if (NORM_FACTORS)
-#pragma unroll
-    for (int f = 0; f < LANE_FEATURES; ++f) dq[f] = (dq[f] - (Real)along * u[f]) * query.factor;
-  set_row(dq, query_gradient, i, column, a.d - column, query.exponent, add);
+  if (inside && log_scale_grad && group.part == 0 && group.chunk == 0 && group.lane == 0)
+    log_scale_grad[i] = along + (add_log_scale_grad ? log_scale_grad[i] : 0);
 }

@@ -8,6 +8,9 @@
 // kernels/gpu/own.py sorts the uses by their rows of the table, and launches find_starts, own_pieces and own_table. The
 // uses of one row keep their order, and there are no atomics, so that the bits are the same in every run. A query is
 // read once for each use, and a gradient is written once: the kernels take the time of these bytes.
+//
+// Most rows have few uses. So a group of lanes has several neighbouring rows: it waits for memory once for all of their
+// uses, and its lanes compute the factors of so many uses at once.
 #include "own.cuh"
 #include "sorted.cuh"
 
@@ -17,70 +20,78 @@ constexpr i64 PIECE_USES = 256;  // uses in a piece of the order (also in kernel
 // positions from a multiple of PIECE_USES on, have their sums in own_pieces: so many groups of lanes share a long row.
 struct TableUses {
   const i64 *sorted, *order;  // [m k] the row of the table (or another index, of no row) and the use at each position
-  i64* starts;                // [table_rows + 1] the position of the first use of each row
+  i64* starts;                // the position of the first use of rows 0, group_rows, 2 group_rows .. and the table's end
   Real* sums;                 // [pieces, d] of each piece of one row: sums of g_ij u_qi
   double* along;              // [pieces] sums of g_ij x_ij
   i64* known_use;             // [pieces] a use that counts, so that its factors are known; -1: none
 };
 
-// starts[t]: the number of uses of rows before row t, for t from 0 to table_rows.
-extern "C" __global__ void find_starts(const __grid_constant__ TableUses uses, i64 n, i64 table_rows) {
-  const i64 row = blockIdx.x * (i64)blockDim.x + threadIdx.x;
-  if (row <= table_rows) uses.starts[row] = count_before(uses.sorted, 0, n, row, 0);
+// starts[t]: the number of uses of rows before row t group_rows. The last one, of uses before the end of the table, ends
+// the last group of rows.
+extern "C" __global__ void find_starts(const __grid_constant__ TableUses uses, i64 n, i64 table_rows, i64 group_rows) {
+  const i64 start = blockIdx.x * (i64)blockDim.x + threadIdx.x, row = min(start * group_rows, table_rows);
+  if (start <= (table_rows + group_rows - 1) / group_rows) uses.starts[start] = count_before(uses.sorted, 0, n, row, 0);
 }
 
-// Sums over uses of one row, of a group of lanes. `along` and `known_use` are those of a lane.
+// Sums over uses of one row, in each lane of a group.
 struct RowSums {
   Real sum[LANE_FEATURES] = {0, 0, 0, 0, 0, 0, 0, 0};  // of g_ij u_qi, for features from `column` on
   double along = 0;                                    // of g_ij x_ij, if rows are normalised
   i64 known_use = -1;
 };
 
-// Adds the uses at positions [begin, end) of `order`.
+// Adds the uses at positions [begin, end) of `order`, at most a whole group of lanes, to `sums`. Before each use, calls
+// begin_use(its position - begin).
+template <class F>
 __device__ __forceinline__ void add_uses(RowSums& sums, const OwnNegatives& a, const Group& group, const i64* order,
                                          i64 begin, i64 end, const double* row_factors, const double* references,
-                                         i64 column) {
+                                         i64 column, F begin_use) {
+  // Each lane finds the factor of one use, then all lanes read the query of each
   const double c = a.exponent_factor();
-  for (i64 first = begin; first < end; first += group.lanes) {
-    // Each lane finds the factor of one use, then all lanes read the query of each
-    const i64 at = first + group.lane;
-    Real lane_factor = 0;
-    i64 lane_row = 0;
-    int lane_exponent = 0;
-    if (at < end) {
-      const i64 use = order[at];
-      const double product = a.products[use];
-      if (!is_nothing(product)) {
-        lane_row = use / a.k;
-        const double exponent = add_own_bias(a, use, c * product) - references[lane_row];
-        lane_factor = (Real)(row_factors[lane_row] * exp2_((Real)fmin(exponent, 0.0)));
-        if (NORM_FACTORS) {
-          sums.along += lane_factor * product, sums.known_use = use;
-          lane_factor *= a.query_factors[lane_row], lane_exponent = a.query_exponents[lane_row];
-        }
+  const i64 at = begin + group.lane;
+  Real lane_factor = 0;
+  double lane_along = 0;
+  i64 lane_row = 0, lane_use = -1;  // -1: a use that does not count
+  int lane_exponent = 0;
+  if (at < end) {
+    const i64 use = order[at];
+    const double product = a.products[use];
+    if (!is_nothing(product)) {
+      lane_use = use, lane_row = use / a.k;
+      const double exponent = add_own_bias(a, use, c * product) - references[lane_row];
+      lane_factor = (Real)(row_factors[lane_row] * exp2_((Real)fmin(exponent, 0.0)));
+      if (NORM_FACTORS) {
+        lane_along = lane_factor * product;
+        lane_factor *= a.query_factors[lane_row], lane_exponent = a.query_exponents[lane_row];
       }
     }
-    const int count = (int)min((i64)group.lanes, end - first);
-    for (int next = 0; next < count; next += BATCH) {
-      Arriving arriving[BATCH];
-      Real factors[BATCH];
-      i64 rows[BATCH];
-      int exponents[BATCH];
+  }
+  const int count = (int)(end - begin);
+  for (int next = 0; next < count; next += BATCH) {
+    Arriving arriving[BATCH];
+    Real factors[BATCH];
+    i64 rows[BATCH];
+    int exponents[BATCH];
 #pragma unroll
-      for (int b = 0; b < BATCH; ++b) {  // BATCH divides the number of lanes. Lanes after the last use have factor 0
-        factors[b] = group.get(lane_factor, next + b), rows[b] = group.get(lane_row, next + b);
-        exponents[b] = NORM_FACTORS ? group.get(lane_exponent, next + b) : 0;
-        if (column < a.d && factors[b] != 0) arriving[b].load(a.query, rows[b], column);
+    for (int b = 0; b < BATCH; ++b) {  // BATCH divides the number of lanes. Lanes after the last use have factor 0
+      factors[b] = group.get(lane_factor, next + b), rows[b] = group.get(lane_row, next + b);
+      exponents[b] = NORM_FACTORS ? group.get(lane_exponent, next + b) : 0;
+      if (column < a.d && factors[b] != 0) arriving[b].load(a.query, rows[b], column);
+    }
+#pragma unroll
+    for (int b = 0; b < BATCH; ++b) {
+      if (next + b < count) begin_use(next + b);
+      if (NORM_FACTORS) {
+        sums.along += group.get(lane_along, next + b);
+        const i64 use = group.get(lane_use, next + b);
+        if (use >= 0) sums.known_use = use;
       }
+      if (column >= a.d || factors[b] == 0) continue;
+      Real x[LANE_FEATURES];
+      if (NORM_FACTORS && exponents[b]) get_row(x, a.query, rows[b], column, a.d - column, exponents[b]);
+      else arriving[b].get(x, a.query, rows[b], column, a.d - column);
 #pragma unroll
-      for (int b = 0; b < BATCH; ++b) {
-        if (column >= a.d || factors[b] == 0) continue;
-        Real x[LANE_FEATURES];
-        if (NORM_FACTORS && exponents[b]) get_row(x, a.query, rows[b], column, a.d - column, exponents[b]);
-        else arriving[b].get(x, a.query, rows[b], column, a.d - column);
-#pragma unroll
-        for (int f = 0; f < LANE_FEATURES; ++f) sums.sum[f] += factors[b] * x[f];
-      }
+      for (int f = 0; f < LANE_FEATURES; ++f) sums.sum[f] += factors[b] * x[f];
     }
   }
 }
@@ -93,6 +104,11 @@ __device__ __forceinline__ int count_chunks(i64 d) {
   const int features = LANE_FEATURES * count_lanes(d);
   return (int)((d + features - 1) / features);
 }
+// Whether the uses at positions [begin, begin + PIECE_USES) are a piece of one row.
+__device__ __forceinline__ bool is_piece(const TableUses& uses, i64 begin, i64 n) {
+  return begin % PIECE_USES == 0 && begin + PIECE_USES <= n &&
+         uses.sorted[begin] == uses.sorted[begin + PIECE_USES - 1];
+}
 
 // The sums of each piece of one row. A group of lanes has a chunk of features of a piece; `n` is the number of uses.
 extern "C" __global__ void __launch_bounds__(OWN_THREADS)
@@ -100,50 +116,56 @@ own_pieces(const __grid_constant__ OwnNegatives a, const __grid_constant__ Table
            const double* factors, const double* references) {
   const Group group(a.d, 1, count_chunks(a.d));
   const i64 piece = group.row, begin = piece * PIECE_USES, end = begin + PIECE_USES, column = first_feature(group);
-  if (end > n || uses.sorted[begin] != uses.sorted[end - 1] || !is_own_row(a, uses.sorted[begin])) return;
+  if (!is_piece(uses, begin, n) || !is_own_row(a, uses.sorted[begin])) return;
   RowSums sums;
-  add_uses(sums, a, group, uses.order, begin, end, factors, references, column);
+  for (i64 at = begin; at < end; at += group.lanes)
+    add_uses(sums, a, group, uses.order, at, at + group.lanes, factors, references, column, [](int) {});
   for (int f = 0; f < LANE_FEATURES && column + f < a.d; ++f) uses.sums[piece * a.d + column + f] = sums.sum[f];
-  if (!NORM_FACTORS || group.chunk != 0) return;
-  const double along = group.sum(sums.along);
-  const i64 known_use = group.join(sums.known_use, [](i64 x, i64 y) { return max(x, y); });
-  if (group.lane == 0) uses.along[piece] = along, uses.known_use[piece] = known_use;
+  if (NORM_FACTORS && group.chunk == 0 && group.lane == 0)
+    uses.along[piece] = sums.along, uses.known_use[piece] = sums.known_use;
 }
 
-// Writes the gradient [table_rows, d]. A group of lanes has a chunk of features of a row of the table. A row without
-// uses that count gets 0, and is not read.
+// Writes the gradient [table_rows, d]. A group of lanes has a chunk of features of group_rows rows of the table. A row
+// without uses that count gets 0, and is not read.
 extern "C" __global__ void __launch_bounds__(OWN_THREADS)
 own_table(const __grid_constant__ OwnNegatives a, const __grid_constant__ TableUses uses, const double* factors,
-          const double* references, const __grid_constant__ Matrix gradient, i64 table_rows) {
+          const double* references, const __grid_constant__ Matrix gradient, i64 table_rows, i64 group_rows) {
   const Group group(a.d, 1, count_chunks(a.d));
-  const i64 row = group.row, column = first_feature(group), n = a.d - column;
+  const i64 column = first_feature(group), n = a.d - column;
+  i64 row = group.row * group_rows;  // whose sums are next
+  const i64 end_row = min(row + group_rows, table_rows);
   if (row >= table_rows) return;
   RowSums sums;
-  const i64 end = uses.starts[row + 1];
-  for (i64 at = uses.starts[row]; at < end;) {
-    const i64 next = (at / PIECE_USES + 1) * PIECE_USES;  // where the next piece begins
-    if (at % PIECE_USES || next > end) {
-      add_uses(sums, a, group, uses.order, at, min(next, end), factors, references, column);
-    } else {
-      const i64 piece = at / PIECE_USES;
-      for (int f = 0; f < LANE_FEATURES && f < n; ++f) sums.sum[f] += uses.sums[piece * a.d + column + f];
-      if (NORM_FACTORS && group.lane == 0)
-        sums.along += uses.along[piece], sums.known_use = max(sums.known_use, uses.known_use[piece]);
-    }
-    at = next;
-  }
-  int exponent = 0;
-  if (NORM_FACTORS) {
-    const i64 known_use = group.join(sums.known_use, [](i64 x, i64 y) { return max(x, y); });
-    const Real along = (Real)group.sum(sums.along);
-    if (known_use >= 0 && n > 0) {
-      const Real factor = a.factors[known_use];
-      exponent = a.exponents[known_use];
-      Real x[LANE_FEATURES];
-      get_row(x, a.own.of(0), row, column, n, exponent);
+  const auto write_rows_before = [&](i64 next_row) {
+    for (; row < next_row; ++row) {
+      int exponent = 0;
+      if (NORM_FACTORS && sums.known_use >= 0 && n > 0) {
+        const Real factor = a.factors[sums.known_use], along = (Real)sums.along;
+        exponent = a.exponents[sums.known_use];
+        Real x[LANE_FEATURES];
+        get_row(x, a.own.of(0), row, column, n, exponent);
 #pragma unroll
-      for (int f = 0; f < LANE_FEATURES; ++f) sums.sum[f] = factor * (sums.sum[f] - along * factor * x[f]);
+        for (int f = 0; f < LANE_FEATURES; ++f) sums.sum[f] = factor * (sums.sum[f] - along * factor * x[f]);
+      }
+      if (n > 0) set_own(sums.sum, gradient, row, column, n, exponent);
+      sums = RowSums();
     }
+  };
+  const i64 end = uses.starts[group.row + 1];
+  for (i64 at = uses.starts[group.row], next; at < end; at = next) {
+    const i64 next_piece = (at / PIECE_USES + 1) * PIECE_USES;
+    if (is_piece(uses, at, end)) {
+      const i64 piece = at / PIECE_USES;
+      write_rows_before(uses.sorted[at]);
+      for (int f = 0; f < LANE_FEATURES && f < n; ++f) sums.sum[f] += uses.sums[piece * a.d + column + f];
+      if (NORM_FACTORS) sums.along += uses.along[piece], sums.known_use = max(sums.known_use, uses.known_use[piece]);
+      next = next_piece;
+      continue;
+    }
+    next = min(min(at + group.lanes, next_piece), end);
+    const i64 lane_row = at + group.lane < next ? uses.sorted[at + group.lane] : 0;
+    add_uses(sums, a, group, uses.order, at, next, factors, references, column,
+             [&](int use) { write_rows_before(group.get(lane_row, use)); });
   }
-  if (n > 0) set_own(sums.sum, gradient, row, column, n, exponent);
+  write_rows_before(end_row);
 }

@@ -1,1 +1,1 @@
-"""The GPU backend: select.py is its entry. docs/files.md says what each file has."""
+"""The GPU backend: select.py is its entry. docs/code.md is the map."""

@@ -14,7 +14,7 @@ from . import plan
 from .device.launcher import Launcher
 from .device.launches import Queue
 
-SORT_THREADS, SORT_ROWS = 1024, 2048  # threads of a block of sort_labels, rows that it sorts
+SORT_THREADS, SORT_ROWS = 256, 512  # threads of a block of sort_labels, rows that it sorts
 THREADS, SHARE_THREADS = 256, 1024  # of a block of other kernels, of find_shares
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from ..between_passes import Finalized, OwnNegatives, own_parts
 from ..epilogues import Statistics
 from ..problem import Array, Gradients, Problem
-from .config import OWN_BATCH, PIECE_USES
+from .config import OWN_BATCH, PIECE_USES, own_group_rows
 from .device.arguments import (
     NATURAL,
     Fields,
@@ -83,6 +83,10 @@ class OwnNegativesByKernels(OwnNegatives):
         ):
             self.groups *= 2
         self.chunks = -(-d // (lanes * LANE_FEATURES))
+        # sets of groups that share the features of a row
+        self.chunk_groups = 1 if m * self.groups >= FEW_GROUPS else self.chunks
+        # lanes that share the sums of a row
+        self.sum_lanes = min(32, 1 << (k - 1).bit_length())
         self.scale, self._scale = scalar(problem.scale)  # the second is kept alive
         self.products = cupy.empty((m, k), self.dtype)
         self.factors = self.exponents = self.query_factors = self.query_exponents = None
@@ -109,12 +113,17 @@ class OwnNegativesByKernels(OwnNegatives):
     ) -> None:  # fmt: skip
         """Launch a kernel of own.cu for `rows`, whose features are `query` and `keys`. `out`: the
         gradient of `keys`, if the kernel writes it."""
-        sets = len(query) * (self.chunks if kernel == "own_gradients" else 1)
-        blocks = -(-sets // (self.groups_per_block // self.groups))
+        lanes = THREADS // self.groups_per_block * self.groups  # of a row
+        if kernel == "own_sums":
+            lanes = arguments["lanes"] = self.sum_lanes
+        if kernel == "own_gradients":
+            arguments["chunk_groups"] = self.chunk_groups
+            lanes *= self.chunk_groups
         arguments["a"] = self._fields(rows, query, keys)
         self.launcher.launch(
-            "own.cu", kernel, blocks, THREADS, arguments, **self._defines(keys, out)
-        )
+            "own.cu", kernel, -(-len(query) * lanes // THREADS), THREADS, arguments,
+            **self._defines(keys, out),
+        )  # fmt: skip
 
     def _fields(self, rows: slice, query: Array, keys: Array) -> Fields:
         """struct OwnNegatives for `rows`. `keys`: their own negatives, or the table."""
@@ -162,9 +171,12 @@ class OwnNegativesByKernels(OwnNegatives):
         for rows, query, keys in self._read():
             start = rows.start
             self.launch(
-                "own_sums", rows, query, keys, mask=address(mask, start),
+                "own_products", rows, query, keys, mask=address(mask, start),
                 mask_row_stride=mask_strides[0], mask_stride=mask_strides[1],
-                limits=address(limits, start), rows=sums_fields(stats.rows, start),
+                limits=address(limits, start),
+            )  # fmt: skip
+            self.launch(
+                "own_sums", rows, query, keys, rows=sums_fields(stats.rows, start),
                 references=address(references, start), pass_scale=pass_scale,
                 positive_logits=address(stats.positive_logits, start),
                 positive_hardness=self.positive_hardness, ranks=address(stats.row_rank, start),
@@ -216,10 +228,12 @@ class OwnNegativesByKernels(OwnNegatives):
         query, table = map(with_strides_in_whole_elements, (problem.query, problem.own))
         indices, (table_rows, d) = problem.own_indices.reshape(-1), table.shape
         n, pieces = len(indices), len(indices) // PIECE_USES
+        group_rows = own_group_rows(table_rows)
+        row_groups = -(-table_rows // group_rows)
         sorted_indices, order = sort_integers(indices, queue)
         uses = {
             "sorted": sorted_indices, "order": order,
-            "starts": cupy.empty(table_rows + 1, np.int64),
+            "starts": cupy.empty(row_groups + 1, np.int64),
             "sums": cupy.empty((pieces, d), self.dtype), "along": cupy.empty(pieces),
             "known_use": cupy.empty(pieces, np.int64),
         }  # fmt: skip
@@ -235,12 +249,13 @@ class OwnNegativesByKernels(OwnNegatives):
             )  # fmt: skip
 
         groups = self.groups_per_block
-        launch("find_starts", THREADS, table_rows + 1, n=n, table_rows=table_rows)
+        table = {"table_rows": table_rows, "group_rows": group_rows}
+        launch("find_starts", THREADS, row_groups + 1, n=n, **table)
         if pieces:
             launch("own_pieces", groups, pieces * self.chunks, n=n, **row_arguments)
         launch(
-            "own_table", groups, table_rows * self.chunks, gradient=matrix(gradient),
-            table_rows=table_rows, **row_arguments,
+            "own_table", groups, row_groups * self.chunks, gradient=matrix(gradient), **table,
+            **row_arguments,
         )  # fmt: skip
 
     def finish(self, finalized: Finalized, gradients: Gradients) -> None:

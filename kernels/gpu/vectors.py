@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import cupy
@@ -22,11 +23,15 @@ from .device import compiler
 from .device.arguments import Fields, address, matrix, scalar, sums_fields
 from .device.launcher import Launcher, device_properties
 from .device.launches import Queue
+from .gradient_factors import LARGEST_ELEMENT, allocate_ranges, range_sources
 from .own import OwnNegativesByKernels
 from .schedule import is_computed_by_kernels_only
 
 # struct DefaultVectors if the kernel has no default vectors to write
-NO_DEFAULTS: Fields = {"positives": 0, "upstream": 0, "value": 0.0, "symmetric": False}
+NO_DEFAULTS: Fields = {
+    "positives": 0, "upstream": 0, "value": 0.0, "upstream_ranges": 0, "largest_element": 1.0,
+    "symmetric": False,
+}  # fmt: skip
 
 _DIRECTION_LOSSES = compiler.flatten("direction_losses.cuh")  # merge, finalize_direction
 
@@ -151,6 +156,16 @@ class Scalars:
                 "key_bias": problem.key_bias}  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Conclusion:
+    """What the last thread block of `finalize` computes from the results of all rows, so that no
+    launch of a single thread block follows: the ranges of the gradient pass, and perhaps the
+    scalars of the result (struct Conclusion of vectors/sums.cuh)."""
+
+    largest_element: float  # see `range_sources`
+    has_totals: bool
+
+
 class TiledVectors(ElementwiseVectors):
     """The steps of a call by the method tiled, each by a kernel of kernels/cuda/vectors.cu.
 
@@ -168,6 +183,14 @@ class TiledVectors(ElementwiseVectors):
         # which all losses depend is not finite: of any key, or of a guide (`Guide.with_limits`)
         self.any_key = cupy.empty(1)
         self.own: OwnNegativesByKernels | None = None  # own negatives that sums contain already
+        # how many thread blocks of a launch have come to its end; None: no kernel has set it to 0
+        self.arrived: Array | None = None
+        # struct Ranges of a pass whose row factors are upstream gradients (of a sigmoid: times the
+        # scale); None: they are no number of the host's
+        self.upstream_ranges: Array | None = None
+        # what `finalize` has concluded; None: nothing
+        self.ranges: Array | None = None
+        self.known_totals: Array | None = None
 
     @staticmethod
     def without_passes(problem: Problem, queue: Queue) -> TiledVectors:
@@ -191,12 +214,16 @@ class TiledVectors(ElementwiseVectors):
         if positives is None:
             positives = default_positives = cupy.empty(m, np.int64)
         if isinstance(upstream, float):
-            value = upstream
+            value, self.upstream_ranges = upstream, allocate_ranges()
             upstream = default_upstream = cupy.empty(m)
             if problem.joint:  # a loss has two rows
                 upstream = default_upstream[: m // 2]
-        defaults = {"positives": default_positives, "upstream": default_upstream, "value": value,
-                    "symmetric": problem.symmetric}  # fmt: skip
+        defaults = {
+            "positives": default_positives, "upstream": default_upstream, "value": value,
+            "upstream_ranges": self.upstream_ranges,
+            "largest_element": LARGEST_ELEMENT.get(self.launcher.precision, 1.0),
+            "symmetric": problem.symmetric,
+        }  # fmt: skip
         with_arrays = fast_replace(problem, positives=positives, upstream=upstream)
         return with_arrays, defaults
 
@@ -220,7 +247,8 @@ class TiledVectors(ElementwiseVectors):
         columns = sums(vectors * m + pairs, n) if two_sided else None
         problem, defaults = self.materialize_vectors(problem)
         positive = positive.reshape(problem.positives.shape)
-        self.begin(rows, columns, positive, defaults, self.any_key, m, n)
+        self.arrived = cupy.empty(1, np.uint32)
+        self.begin(rows, columns, positive, defaults, self.any_key, m, n, self.arrived)
         # in a triangle, rows have the sums of columns, but not the true maxima that ranks need
         if problem.symmetric and not problem.retrieval_ranks:
             columns = rows
@@ -237,13 +265,13 @@ class TiledVectors(ElementwiseVectors):
 
     def begin(
         self, rows: Sums | None, columns: Sums | None, positive: Array | None,
-        defaults: Fields, any_key: Array | None, m: int, n: int,
+        defaults: Fields, any_key: Array | None, m: int, n: int, arrived: Array | None = None,
     ) -> None:  # fmt: skip
         """Begin a log-sum-exp pass: set sums to sums of nothing, and write default vectors."""
         self.launcher.launch_vectors(
             "begin", max(m, n), rows=sums_fields(rows), columns=sums_fields(columns),
             positive_logits=positive, set_size=1 if positive is None else positive.size // m,
-            m=m, n=n, defaults=defaults, any_key_not_finite=any_key,
+            m=m, n=n, defaults=defaults, any_key_not_finite=any_key, arrived=arrived,
         )  # fmt: skip
 
     def own_negatives(self, problem: Problem) -> OwnNegativesByKernels:
@@ -276,7 +304,7 @@ class TiledVectors(ElementwiseVectors):
 
     def finalize(
         self, problem: Problem, stats: Statistics, triangle: bool, gradient: bool,
-        backend: Any, not_finite: NotFinite | None = None,
+        backend: Any, not_finite: NotFinite | None = None, conclusion: Conclusion | None = None,
     ) -> Finalized:  # fmt: skip
         """See `solve.Vectors.finalize`. `not_finite`: the NaN flags, if they are known already."""
         if not is_computed_by_kernels_only(problem):
@@ -323,6 +351,14 @@ class TiledVectors(ElementwiseVectors):
             "metrics_positive_logits": positive_logits,
             "row_lse": lses, "column_lse": address(lses, 1),
         }  # fmt: skip
+        finalize_arguments["conclusion"] = self._conclude(
+            conclusion, problem, losses[loss_rows],
+            None if log_scale_grad is None else log_scale_grad[loss_rows],
+            {"row_reference": row_reference, "row_factor": row_factor,
+             "positive_gradient": positive_gradient,
+             "column_reference": row_reference if problem.symmetric else column_reference,
+             "column_factor": row_factor if problem.symmetric else column_factor},
+        )  # fmt: skip
         defines = None
         if problem.label_weights is not None:
             finalize_arguments["label_weights"] = problem.label_weights
@@ -366,11 +402,12 @@ class TiledVectors(ElementwiseVectors):
         row_factor, losses, bias_grad, positive = cupy.empty((4, m))
         log_scale_grad = cupy.empty(m) if problem.moments else None
         problem, defaults = self.materialize_vectors(problem)
+        self.arrived = cupy.empty(1, np.uint32)
         self.launcher.launch_vectors(
             "begin_sigmoid", m, m=m, upstream=problem.upstream, scale=self.scalars.scale,
             row_factor=row_factor, losses=losses, bias_grad=bias_grad,
             log_scale_grad=log_scale_grad, positive_logits=positive,
-            defaults=defaults, any_key_not_finite=self.any_key,
+            defaults=defaults, any_key_not_finite=self.any_key, arrived=self.arrived,
         )  # fmt: skip
         return problem, Sigmoid(row_factor, losses, bias_grad, log_scale_grad, positive)
 
@@ -419,23 +456,55 @@ class TiledVectors(ElementwiseVectors):
         )
         return losses
 
+    def _conclude(
+        self, conclusion: Conclusion | None, problem: Problem, losses: Array,
+        log_scale_grad: Array | None, factor_sources: dict[str, Array | None],
+    ) -> Fields:  # fmt: skip
+        """struct Conclusion, from the arrays that `finalize` writes."""
+        m, n, _ = problem.shape
+        has_totals = conclusion is not None and conclusion.has_totals
+        totals, out = self._totals_fields(problem, losses, log_scale_grad, None, None)
+        partials, largest_element = None, 1.0
+        if conclusion is not None:
+            self.ranges, self.known_totals = allocate_ranges(), out if has_totals else None
+            partials = cupy.empty((-(-m // 128), 8))
+            largest_element = conclusion.largest_element
+        sources = range_sources(
+            (m, n), factor_sources, largest_element, problem.set_size > 1, problem.set_size
+        )
+        return {"ranges": self.ranges, "sources": sources, "has_totals": has_totals,
+                "totals": totals, "partials": partials, "arrived": self.arrived}  # fmt: skip
+
     def totals(
         self, problem: Problem, losses: Array, log_scale_grad: Array | None,
         dots: Array | None, bias_grad: Array | None,
     ) -> tuple[Array | None, Array | None, Array | None]:  # fmt: skip
-        out = cupy.empty(3, self.result_dtype)
-        self.launcher.launch(
-            "vectors.cu", "totals", 1, 1024,
-            {
-                "losses": losses, "m": len(losses), "common_share": problem.common_share or 0.0,
-                "row_shares": problem.row_shares, "log_scale_grad": log_scale_grad, "dots": dots,
-                "count": 0 if dots is None else len(dots),
-                "pair_repeats": problem.pair_repeats, "bias_grad": bias_grad,
-                "scale": self.scalars.scale, "out": out, "is_float": not self.double,
-            },
-        )  # fmt: skip
+        out = self.known_totals
+        if out is None:
+            fields, out = self._totals_fields(problem, losses, log_scale_grad, dots, bias_grad)
+            if self.arrived is None:
+                self.arrived = self.launcher.queue.zeroed_array(1, np.uint32)
+            blocks = min(512, -(-max(fields["m"], fields["count"]) // 128))
+            self.launcher.launch(
+                "vectors.cu", "totals", blocks, 128,
+                {"t": fields, "partials": cupy.empty((blocks, 8)), "arrived": self.arrived},
+            )  # fmt: skip
         return (
             None if problem.common_share is None else out[0],
             None if log_scale_grad is None and dots is None else out[1],
             None if bias_grad is None else out[2],
         )
+
+    def _totals_fields(
+        self, problem: Problem, losses: Array, log_scale_grad: Array | None, dots: Array | None,
+        bias_grad: Array | None,
+    ) -> tuple[Fields, Array]:  # fmt: skip
+        """struct Totals, and the array to which a kernel writes the scalars."""
+        out = cupy.empty(3, self.result_dtype)
+        return {
+            "losses": losses, "m": len(losses), "common_share": problem.common_share or 0.0,
+            "row_shares": problem.row_shares, "log_scale_grad": log_scale_grad, "dots": dots,
+            "count": 0 if dots is None else len(dots), "pair_repeats": problem.pair_repeats,
+            "bias_grad": bias_grad, "scale": self.scalars.scale, "out": out,
+            "is_float": not self.double,
+        }, out  # fmt: skip

@@ -122,7 +122,11 @@ def test_any_call_of_info_nce(
     for kernel in ("count_queries", "place_queries", "list_queries", "sort_queries"):
         assert counts[kernel] == listed
     assert (counts["ranks"] > 0) == ranks
-    assert counts["totals"] == 1
+    assert counts["finalize"] == 1
+    # `finalize` has the totals before a gradient pass, unless they contain its dot products
+    one_pass = gradient and not {"sweep_gradient", "gradient"} & counts.keys()
+    from_dots = scalars == (True, False)
+    assert counts["totals"] == (not gradient or one_pass or from_dots)
 
 
 LOSSES: list[dict[str, Any]] = [
@@ -153,7 +157,7 @@ def test_linear_terms_and_joint_losses(
     assert counts["finalize_linear"] == (sums > 0)
     assert counts["join_rows"] == loss.get("joint", 0)
     options = [options for kernel, options, *_ in launches(into) if kernel == "finish"]
-    assert len(options) == gradient * (1 if loss.get("symmetric") else 2)
+    assert len(options) == gradient
     assert all(defines.get("LINEAR", 0) == (sums > 0) for defines in options)
 
 
@@ -180,18 +184,20 @@ def test_limits_and_biases_of_pairs(
 
 
 def launches(into: recorder.Recorder) -> list[tuple[str, dict[str, int], int, int]]:
-    """Kernel, -D options, blocks and shared memory of each launch."""
+    """Kernel, -D options, blocks and shared memory of each launch but `totals`: `finalize` may have
+    its results."""
     return [
         (step.function.args[2], step.function.keywords, step.grid, step.shared)  # type: ignore[attr-defined]
         for step in into.steps
-        if isinstance(step, recorder.Launch)
+        if isinstance(step, recorder.Launch) and step.function.args[2] != "totals"  # type: ignore[attr-defined]
     ]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_gradient_of_the_scale(loss: dict[str, Any], precision: str) -> None:
-    """Taken from feature gradients, it changes no launch. Taken from moments, it adds an option."""
+    """Taken from feature gradients, it changes no launch but its sum's. Taken from moments, it adds
+    an option."""
     shape = 1000, 1000, 384, precision
     without = launches(recording(*shape, **loss))
     assert launches(recording(*shape, scalar_grads=True, **loss)) == without

@@ -299,6 +299,21 @@ def test_rank_in_trouble_on_gpus(what: str, exchange: str, how: str) -> None:
     assert low < float(error[1]) < high, output
 
 
+def test_example_of_the_page(tmp_path: Path) -> None:
+    """The program of docs/distributed.md: one loss on all ranks."""
+    page = (HERE.parents[1] / "docs" / "distributed.md").read_text()
+    (program,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    (tmp_path / "train.py").write_text(program)
+    done = subprocess.run(
+        command(2, "-m", "mpi4py", str(tmp_path / "train.py")),
+        capture_output=True, text=True, timeout=LIMIT, env=ENVIRONMENT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = re.findall(r"rank \d: (loss [\d.]+, gradient of \(256, 64\))", done.stdout)
+    assert len(said) == 2
+    assert len(set(said)) == 1
+
+
 def test_demo() -> None:
     """Digits over ranks, equal to one process."""
     pytest.importorskip("sklearn")

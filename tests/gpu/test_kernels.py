@@ -26,6 +26,7 @@ from gpu_problems import (
     smaller,
 )
 from judge import KINDS, LOSSES, VIEWS, arguments, judged, pairs
+from reference_problems import each_once
 
 pytestmark = gpu_only
 if not MISSING:
@@ -35,7 +36,8 @@ if not MISSING:
     from infonce.kernels.gpu.device.launcher import device_properties
     from infonce.kernels.gpu.schedule import decisions
     from infonce.kernels.gpu.tiled import gradient as gpu_gradients
-    from infonce.kernels.gpu.tiled.gradient_factors import Accumulator
+    from infonce.kernels.gpu.tiled.backend import GPU
+    from infonce.kernels.gpu.tiled.gradient import Accumulator
 
 
 @pytest.mark.parametrize(("dtype", "precision"), CASES)
@@ -310,3 +312,27 @@ def test_work_is_ordered_on_the_current_stream() -> None:
         late = [z + busy[0, 0] * 0 for z in args]
         out = run("clip", late, "fp32", 10.0)
     assert out.loss == want.loss
+
+
+@pytest.mark.parametrize("rows", [1, 127, 129, 300])
+@pytest.mark.parametrize(("loss", "labels"), [
+    ("clip", False), ("nt_xent", False), ("info_nce", False), ("info_nce", True),
+])  # fmt: skip
+def test_launches_that_serve_several_steps(
+    loss: str, labels: bool, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`finalize` computes the ranges and totals that kernels of their own compute, and one launch
+    the gradients of both sides: the same bits, but for the order of the sum of losses."""
+    args = arguments(loss, *pairs("partly aligned", rows, rows, 40, np.dtype("float32"), 1))
+    options = {}
+    if labels:  # sets: row i has the positives i and, but for every third row, i + 1
+        own = np.arange(rows)
+        sets = np.stack([own, np.where(own % 3 == 2, -1, (own + 1) % rows)], 1)
+        options["labels"] = cupy.asarray(each_once(sets))
+    together = run(loss, args, "fp32", 10.0, **options)
+    monkeypatch.setattr(GPU, "_conclusion", lambda *_: None)
+    monkeypatch.setattr(gpu_gradients, "FEW_FEATURES", 0)
+    apart = run(loss, args, "fp32", 10.0, **options)
+    assert together.loss == pytest.approx(apart.loss, rel=1e-14, abs=1e-300)
+    for name, gradient in together.grads.items():
+        np.testing.assert_array_equal(gradient, apart.grads[name], err_msg=name)

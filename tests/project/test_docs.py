@@ -125,7 +125,7 @@ def test_nothing_is_cut_off(site: Path, tmp_path: Path, page: str, width: int) -
     of numbers and of equations scroll in a box of their own."""
     words = {"migrating": ".table-wrapper", "losses": ".table-wrapper:not(:has(.math))"}
     if width < 500:  # its columns of numbers scroll
-        words["migrating"] = ".table-wrapper:not(:has(th:nth-child(7)))"
+        words["migrating"] = ".table-wrapper:not(:has(th:nth-child(5)))"
     look = tmp_path / "look.html"
     look.write_text(
         f"<meta charset=utf-8><body><iframe width={width} height=2000 "
@@ -331,7 +331,9 @@ def examples(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S)
 
 
-@pytest.mark.parametrize("page", ["faq.md", "index.md", "losses.md", "methods.md"])
+@pytest.mark.parametrize(
+    "page", ["faq.md", "index.md", "late_interaction.md", "losses.md", "methods.md"]
+)
 def test_examples_run(page: str) -> None:
     assert examples(page)
     names: dict[str, object] = {}
@@ -455,7 +457,11 @@ def test_render_of_contenders_side_by_side(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
     kinds = ("results", "peers", "goals", "ladder")
     marks = (f"<!-- {kind}:gpu begin -->\n<!-- {kind}:gpu end -->\n" for kind in kinds)
-    readme.write_text("".join(marks) + "<!-- times:gpu Labels begin -->\n<!-- times:gpu end -->\n")
+    chosen = (
+        f"<!-- {kind}:gpu {title} begin -->\n<!-- {kind}:gpu end -->\n"
+        for kind, title in (("results", "Labels"), ("times", "Wide"), ("times", "Labels"))
+    )
+    readme.write_text("".join([*marks, *chosen]))
 
     def row(size: int, method: str, table: str = "Half", **measured: object) -> dict[str, object]:
         section = "widths" if table == "Wide" else table.lower()
@@ -510,23 +516,40 @@ def test_render_of_contenders_side_by_side(tmp_path: Path) -> None:
     assert "a GPU; torch 2; commit abc; today." in lines
     assert "cuBLAS's bf16 product of 16 rows: 790 TFLOP/s." in lines
     assert (
-        "| clip bfloat16 8 x 512 | 0.50 | 500 | 2 (3), 2 MiB<br>1e-07, 2e-03 | 4, 0 MiB | - |  |  |"
+        "| clip bfloat16 8 x 512 | 0.50 | 2 (3), 2 MiB<br>1e-07, 2e-03 | 4, 0 MiB | - |  |  |"
     ) in lines
-    assert f"| Half | of the bare products | TFLOP/s | {methods} |" in lines
-    assert "| clip bfloat16 16 x 512 | - | 500 | 8, 4 MiB |  |  |  |  |" in lines
+    assert f"| Half | of the bare products | {methods} |" in lines
+    assert "| clip bfloat16 16 x 512 | - | 8, 4 MiB |  |  |  |  |" in lines
     assert "1 of 3 goals are reached; missed:" in lines
     assert "| clip bfloat16 8 x 512 | 2.5 | 3 |" in lines
     assert (
         "| clip bfloat16 8192 x 512 | 1 ms, 1 MiB | - | torch: 2 ms, 9 MiB | panels: 3 ms, 4 MiB |"
     ) in lines
     query_only = "info_nce bfloat16 256 of 4096 x 128, gradient of query only"
-    assert f"| {query_only} | - | 900 | 1 (2), 0 MiB |" in lines
-    assert "| info_nce bfloat16 256 of 4096 x 128 | - | 900 | 2, 0 MiB |" in lines
+    assert f"| {query_only} | - | 1 (2), 0 MiB |" in lines
+    assert "| info_nce bfloat16 256 of 4096 x 128 | - | 2, 0 MiB |" in lines
     assert "| clip bfloat16 8192 x 768, 1 GiB | 5 | 6 |" in lines
-    assert lines[-4:-1] == [
-        "| Labels | of the bare products | TFLOP/s | infonce (MiB) | infonce (ms) |",
+    texts = ("\n".join(lines) + "\n").split(" begin -->\n")[-3:]
+    chosen_result, wide, labels = (
+        [line for line in text.splitlines() if line[:1] == "|"] for text in texts
+    )
+    assert chosen_result == [
+        "| Labels | of the bare products | infonce |",
+        "|---|---|---|",
+        f"| {query_only} | - | 1 (2), 0 MiB |",
+        "| info_nce bfloat16 256 of 4096 x 128 | - | 2, 0 MiB |",
+    ]
+    assert wide == [
+        "| Wide | of the bare products | infonce (MiB) | infonce (ms) | torch.compile (ms) |",
         "|---|---|---|---|---|",
-        "| info_nce bfloat16 256 of 4096 x 128 | - | 900 | 0 | 2 |",
+        "| clip bfloat16 8192 x 512 | - | 1 | 5 | 4 |",
+        "| clip bfloat16 8192 x 768 | - | 1 | 6 | 6 |",
+        "| clip bfloat16 65536 x 768 | - | 1 | 60 |  |",
+    ]
+    assert labels == [
+        "| Labels | of the bare products | infonce (MiB) | infonce (ms) |",
+        "|---|---|---|---|",
+        "| info_nce bfloat16 256 of 4096 x 128 | - | 0 | 2 |",
     ]
     steps = lines[lines.index("| case | step | of the bare products | TFLOP/s | time, memory |") :]
     assert steps[2:6] == [
@@ -544,7 +567,9 @@ def test_render_in_one_line(tmp_path: Path) -> None:
     """Contenders of a small batch, and of a training step, stand beside each other."""
     page = tmp_path / "page.md"
     kinds = ("company", "clients")
-    page.write_text("".join(f"<!-- {k}:{k} begin -->\n<!-- {k}:{k} end -->\n" for k in kinds))
+    marks = "".join(f"<!-- {k}:{k} begin -->\n<!-- {k}:{k} end -->\n" for k in kinds)
+    keys = "shape; gradients; contender; median_s"
+    page.write_text(f"{marks}<!-- beside:beside {keys} begin -->\n<!-- beside:beside end -->\n")
     head = {"device": "a CPU", "versions": {}, "commit": "abc", "date": "today"}
 
     def states(*medians: float) -> dict[str, dict[str, float]]:
@@ -562,12 +587,28 @@ def test_render_in_one_line(tmp_path: Path) -> None:
         {**project, "skipped": "no memory"}, {**ours, "median_s": 0.002, "peak_bytes": 2**20},
         {**ours, "median_s": 0.001, "peak_bytes": 2**21},
     ]  # fmt: skip
+    beside = [
+        {"shape": 8, "gradients": gradients, "contender": name, "median_s": seconds}
+        for name, gradients, seconds in (
+            ("x", False, 0.001),
+            ("y", False, 0.002),
+            ("y", True, 0.003),
+        )
+    ]
+    beside.append({"shape": 8, "gradients": True, "contender": "x", "skipped": "no memory"})
+    (tmp_path / "beside.json").write_text(json.dumps({**head, "results": beside}))
     (tmp_path / "company.json").write_text(json.dumps({**head, "results": company}))
     (tmp_path / "clients.json").write_text(json.dumps({**head, "results": clients}))
     subprocess.run([sys.executable, RENDER, page, "--results", tmp_path], check=True)
     lines = page.read_text().splitlines()
-    assert "| clip | 8 | 64, 96 | 1, 5 | 4, 10 | 0.50 | 2.00 | 3.00 |" in lines
+    assert "| clip | 8 | 64, 96 | 1, 5 | 4, 10 | 0.50 |" in lines
     assert "| SimCLR | lightly | out of memory | 2 ms, 1 MiB | 1 ms, 2 MiB |" in lines
+    assert lines[-5:-1] == [
+        "| shape | gradients | x (ms) | y (ms) |",
+        "|---|---|---|---|",
+        "| 8 | no | 1 | 2 |",
+        "| 8 | yes | - | 3 |",
+    ]
 
 
 def test_records_are_written_where_pages_read_them() -> None:

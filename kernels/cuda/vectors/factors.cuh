@@ -23,6 +23,11 @@ struct FactorSources {
   const double* column_positive_gradient;          // [N] dL/dx at the positives of the columns, or null
 };
 
+// The gradient divisor for a bound of dL/dx.
+__device__ __forceinline__ double find_divisor(double bound, double largest_element) {
+  return bound > 1e-300 && bound < INFINITY_ ? bound / largest_element : 1.0;
+}
+
 constexpr int RANGE_THREADS = 1024;
 // One exponential serves both directions if the largest log-sum-exp of a row is less than SPREAD (base 2) above the
 // least of a column. The factors u, and v without column_factor, are then below 2^(SPREAD / 2), because each has half
@@ -35,8 +40,8 @@ constexpr double ROW_SPREAD = 80;
 // divisor, which is proportional to the bound. With a smaller bound, the quotients would overflow float32.
 constexpr double MIN_BOUND_SHARE = 0x1p-60;
 
-// Finds the numbers of struct Ranges, by one thread block. The gradient divisor is `bound`, the largest possible size
-// of dL/dx, divided by `largest_element`, the size that the largest element of a gradient block should have.
+// How struct Ranges follows from FactorSources. The gradient divisor is `bound`, the largest possible size of dL/dx,
+// divided by `largest_element`, the size that the largest element of a gradient block should have.
 //
 // The bound is the largest of all rows (and columns) i of
 //   - a softmax: 2 |dL/dx at a positive of i|, and, for a row, MIN_BOUND_SHARE |factor_i|. dL/dx_ij is the sum of a
@@ -46,40 +51,51 @@ constexpr double MIN_BOUND_SHARE = 0x1p-60;
 // If the bound is 1e-300 or less, or not finite, the divisor is 1.
 // `largest_element` is 8192 if elements are float16, else 1: two norm factors, of at most 2 each, may multiply an
 // element, and 8192 x 2 x 2 = 32768 is below the largest float16 number, 65504.
-extern "C" __global__ void __launch_bounds__(RANGE_THREADS)
-ranges(const __grid_constant__ FactorSources f, i64 m, i64 n, i64 set_size, i64 by_factor,
-       double largest_element, Ranges* out) {
-  __shared__ double memory[4][32];
-  // The largest and the least log-sum-exp of rows, the least of columns, the bound of dL/dx. Of the least, the largest
-  // negative: all four are maxima
-  double x[4] = {-INFINITY_, -INFINITY_, -INFINITY_, 0};
-  double &high = x[0], &minus_low = x[1], &minus_least = x[2], &bound = x[3];
-#pragma unroll 8  // one multiprocessor needs many loads in flight
-  for (i64 i = threadIdx.x; i < m; i += RANGE_THREADS) {
+struct RangeSources {
+  FactorSources f;
+  i64 m, n, set_size, by_factor;
+  double largest_element;
+
+  // Adds row i, one of its pairs, or column j to the maxima x: of the log-sum-exps of rows, of these times -1, of those of
+  // columns times -1, and of the bound. Of the least, the largest negative: all four are maxima.
+  __device__ __forceinline__ void add_row(double* x, i64 i) const {
     if (f.row_reference) {
-      high = fmax(high, f.row_reference[i]);
-      minus_low = fmax(minus_low, -f.row_reference[i]);
+      x[0] = fmax(x[0], f.row_reference[i]);
+      x[1] = fmax(x[1], -f.row_reference[i]);
     }
-    const double share = by_factor ? 2 : f.positive_gradient ? MIN_BOUND_SHARE : 1;
-    bound = fmax(bound, fabs(f.row_factor[i]) * share);
-    if (f.positive_gradient) bound = fmax(bound, 2 * fabs(f.positive_gradient[i]));
+    x[3] = fmax(x[3], fabs(f.row_factor[i]) * (by_factor ? 2 : f.positive_gradient ? MIN_BOUND_SHARE : 1));
   }
-  if (f.positive_gradient)  // the loop above has read the first m of m * set_size
-    for (i64 pair = m + threadIdx.x; pair < m * set_size; pair += RANGE_THREADS)
-      bound = fmax(bound, 2 * fabs(f.positive_gradient[pair]));
-  if (f.column_reference)
+  __device__ __forceinline__ void add_pair(double* x, i64 pair) const {
+    if (f.positive_gradient) x[3] = fmax(x[3], 2 * fabs(f.positive_gradient[pair]));
+  }
+  __device__ __forceinline__ void add_column(double* x, i64 j) const {
+    if (!f.column_reference) return;
+    x[2] = fmax(x[2], -f.column_reference[j]);
+    if (by_factor) x[3] = fmax(x[3], 2 * fabs(f.column_factor[j]));
+    if (f.column_positive_gradient) x[3] = fmax(x[3], 2 * fabs(f.column_positive_gradient[j]));
+  }
+  // The numbers, from the maxima of all rows and columns.
+  __device__ __forceinline__ Ranges find(const double* x) const {
+    const double high = x[0], minus_low = x[1], minus_least = x[2], bound = x[3];
+    return {find_divisor(bound, largest_element), 0.5 * (high - minus_least),
+            f.column_reference && high + minus_least < SPREAD && high + minus_low < ROW_SPREAD};
+  }
+};
+
+// Writes struct Ranges, by one thread block. `finalize` (sums.cuh) does so itself, if no step comes between.
+extern "C" __global__ void __launch_bounds__(RANGE_THREADS)
+ranges(const __grid_constant__ RangeSources sources, Ranges* out) {
+  __shared__ double memory[4][32];
+  const RangeSources& s = sources;
+  double x[4] = {-INFINITY_, -INFINITY_, -INFINITY_, 0};
+#pragma unroll 8  // one multiprocessor needs many loads in flight
+  for (i64 i = threadIdx.x; i < s.m; i += RANGE_THREADS) s.add_row(x, i), s.add_pair(x, i);
+  for (i64 pair = s.m + threadIdx.x; pair < s.m * s.set_size; pair += RANGE_THREADS) s.add_pair(x, pair);
+  if (s.f.column_reference)
 #pragma unroll 8
-    for (i64 j = threadIdx.x; j < n; j += RANGE_THREADS) {
-      minus_least = fmax(minus_least, -f.column_reference[j]);
-      if (by_factor) bound = fmax(bound, 2 * fabs(f.column_factor[j]));
-      if (f.column_positive_gradient) bound = fmax(bound, 2 * fabs(f.column_positive_gradient[j]));
-    }
+    for (i64 j = threadIdx.x; j < s.n; j += RANGE_THREADS) s.add_column(x, j);
   reduce_to_thread_0(x, memory, Larger());
-  if (threadIdx.x != 0) return;
-  const bool usable = bound > 1e-300 && bound < INFINITY_;
-  out->gradient_divisor = usable ? bound / largest_element : 1.0;
-  out->middle = 0.5 * (high - minus_least);
-  out->one_exponential = f.column_reference && high + minus_least < SPREAD && high + minus_low < ROW_SPREAD;
+  if (threadIdx.x == 0) *out = sources.find(x);
 }
 
 // Factors as the gradient kernels read them. tiled/gradient.cu has the equations of a, u and v.

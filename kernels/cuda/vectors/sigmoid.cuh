@@ -10,11 +10,11 @@ extern "C" __global__ void begin_sigmoid(i64 m, const double* upstream,
                                          double* losses, double* bias_grad,
                                          double* log_scale_grad, double* positive_logits,
                                          const __grid_constant__ DefaultVectors defaults,
-                                         double* any_key_not_finite) {
+                                         double* any_key_not_finite, u32* arrived) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
-  if (i == 0) *any_key_not_finite = 0;
+  if (i == 0) *any_key_not_finite = 0, *arrived = 0;
   if (i >= m) return;
-  defaults.write(i, m);
+  defaults.write(i, m, scale.bare());
   row_factor[i] = upstream[i] * scale.bare();
   losses[i] = bias_grad[i] = 0;
   if (log_scale_grad) log_scale_grad[i] = 0;

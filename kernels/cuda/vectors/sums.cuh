@@ -2,6 +2,7 @@
 // partial sums of each block, `finalize` computes losses and the factors of the gradient pass from complete sums, and
 // `totals` adds up the losses. Logits are in base 2 here, x2 = c x.
 #pragma once
+#include "vectors/factors.cuh"
 #include "vectors/running_sums.cuh"
 
 #ifndef LABEL_WEIGHTS
@@ -173,21 +174,25 @@ extern "C" __global__ void add_dq_copies(Real* sums, i64 n, i64 dq_copies) {
 struct DefaultVectors {
   i64* positives;           // [m]
   double *upstream, value;  // [m], and the number for all its elements
+  Ranges* upstream_ranges;  // of a pass whose row factors are upstream gradients; null like `upstream`
+  double largest_element;   // for them, see RangeSources
   i64 symmetric;            // 1: the positive of row i is its other view, row i + m / 2 modulo m; 0: it is key i
 
-  __device__ __forceinline__ void write(i64 i, i64 m) const {
+  // Writes row i. Row factors are upstream gradients times `factor`.
+  __device__ __forceinline__ void write(i64 i, i64 m, double factor = 1) const {
     if (positives) positives[i] = symmetric ? (i + m / 2) % m : i;
     if (upstream) upstream[i] = value;
+    if (upstream && i == 0) *upstream_ranges = {find_divisor(fabs(value * factor), largest_element), 0, 0};
   }
 };
 
 // Before a log-sum-exp pass: sums of m rows and n columns become (-inf, 0, 0), and logits of positives [m, set_size]
-// become NaN, until the pass finds them. Pointers of `columns`, and `any_key_not_finite`, may be null.
+// become NaN, until the pass finds them. Pointers of `columns`, `any_key_not_finite` and `arrived` may be null.
 extern "C" __global__ void begin(const __grid_constant__ Sums rows,
                                  const __grid_constant__ Sums columns, double* positive_logits,
                                  i64 set_size, i64 m, i64 n,
                                  const __grid_constant__ DefaultVectors defaults,
-                                 double* any_key_not_finite) {
+                                 double* any_key_not_finite, u32* arrived) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i < m) {
     rows.set(i, {-INFINITY_, 0, 0});
@@ -196,6 +201,7 @@ extern "C" __global__ void begin(const __grid_constant__ Sums rows,
   }
   if (columns.max && i < n) columns.set(i, {-INFINITY_, 0, 0});
   if (any_key_not_finite && i == 0) *any_key_not_finite = 0;
+  if (arrived && i == 0) *arrived = 0;
 }
 
 // *out = scale + by: the scale of exponents with `hardness`, where by is the hardness.
@@ -262,6 +268,62 @@ extern "C" __global__ void add_bias(const double* x, const double* bias, double 
 // The reference exponent for a log-sum-exp in base 2. Without logits it is -inf, and any finite number serves.
 __device__ __forceinline__ double get_reference(double lse2) { return is_nothing(lse2) ? 0 : lse2; }
 
+// x times its weight. With weight 0, an infinite x gives 0, and a NaN stays NaN.
+__device__ __forceinline__ double weighted(double x, double weight) {
+  return weight == 0 && !isnan(x) ? 0 : weight * x;
+}
+
+// The scalars of a result. log_scale_grad, dots and bias_grad may be null, and count as 0; null row_shares count as 1.
+//
+//     loss:                  out[0] = common_share * sum of losses[i] * row_shares[i]
+//     gradient of the scale: out[1] = (sum of log_scale_grad + sum of dots / pair_repeats) / scale
+//     gradient of the bias:  out[2] = sum of bias_grad / scale
+//
+// `dots` are <dQ_i, q_i> of `count` rows. They contain each pair `pair_repeats` times: 2 if queries are keys, else 1.
+// bias_grad has the sums of dL/dx over rows, with x a product. A logit is z = scale x + bias, so dL/dz is
+// (dL/dx) / scale, and the gradient of the bias is the sum of dL/dz.
+struct Totals {
+  const double* losses;
+  i64 m;
+  double common_share;
+  const double *row_shares, *log_scale_grad, *dots;
+  i64 count;
+  double pair_repeats;
+  const double* bias_grad;
+  Scale scale;
+  void* out;
+  i64 is_float;
+
+  // Adds row i to the sums x of losses, log_scale_grad, dots and bias_grad.
+  __device__ __forceinline__ void add(double* x, i64 i) const {
+    if (i < m) {
+      x[0] += row_shares ? weighted(losses[i], row_shares[i]) : losses[i];
+      if (log_scale_grad) x[1] += log_scale_grad[i];
+      if (bias_grad) x[3] += bias_grad[i];
+    }
+    if (dots && i < count) x[2] += dots[i];
+  }
+  // Writes the scalars, from the sums over all rows.
+  __device__ __forceinline__ void write(const double* x) const {
+    const double scalars[3] = {common_share * x[0], (x[1] + x[2] / pair_repeats) / scale.bare(), x[3] / scale.bare()};
+#pragma unroll
+    for (int i = 0; i < 3; ++i)
+      if (is_float) ((float*)out)[i] = (float)scalars[i];
+      else ((double*)out)[i] = scalars[i];
+  }
+};
+
+// What the last thread block of `finalize` computes from the results of all rows, so that no launch of one thread block
+// follows: the ranges of the gradient pass, and the scalars (`totals`) if no later step changes them.
+struct Conclusion {
+  Ranges* ranges;  // null: nothing is wanted
+  RangeSources sources;
+  i64 has_totals;
+  Totals totals;
+  double* partials;  // [thread blocks, 8]
+  u32* arrived;
+};
+
 struct FinalizeArguments {
   Sums rows, columns;                // complete; `columns` counts only if two_sided
   double* positive_logits;           // [m, set_size] base-2 logits of positives, in the scale of exponents
@@ -279,6 +341,7 @@ struct FinalizeArguments {
   double *losses, *row_loss, *row_reference, *column_loss, *column_reference, *row_factor,
       *column_factor, *positive_gradient, *log_scale_grad, *metrics_positive_logits;
   void *row_lse, *column_lse;        // log-sum-exps, natural units: float if lse_is_float, else double
+  Conclusion conclusion;
 #if LABEL_WEIGHTS
   const double* label_weights;  // [m, set_size] weights of positives in the target of their row
 #endif
@@ -359,13 +422,10 @@ __device__ void finalize_set(const FinalizeArguments& f, i64 i) {
           a * row.negative_probability);  // fractions add up to 1
 }
 
-// From complete sums to losses, and the factors of the gradient pass (solve.Vectors.finalize in Python). A thread
-// computes row i, and column i if the loss has two directions; key i is then the positive of query i. With a and b the
-// factors of row and column, -dL/dx at the positive is a negative_probability of the row, plus b negative_probability
+// `finalize` for row i, and for column i if the loss has two directions; key i is then the positive of query i. With a
+// and b the factors of row and column, -dL/dx at the positive is a negative_probability of the row, plus b negative_probability
 // of the column, plus, if queries are the keys, the row's term of the partner.
-extern "C" __global__ void finalize(const __grid_constant__ FinalizeArguments f) {
-  const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
-  if (i >= f.m) return;
+__device__ __forceinline__ void finalize_row(const FinalizeArguments& f, i64 i) {
   if (f.set_size > 1) {
     finalize_set(f, i);
     return;
@@ -400,44 +460,33 @@ extern "C" __global__ void finalize(const __grid_constant__ FinalizeArguments f)
   f.positive_gradient[i] = -(at_positive + partner_gradient);
 }
 
-constexpr int TOTALS_THREADS = 1024;
-
-// x times its weight. With weight 0, an infinite x gives 0, and a NaN stays NaN.
-__device__ __forceinline__ double weighted(double x, double weight) {
-  return weight == 0 && !isnan(x) ? 0 : weight * x;
-}
-
-// The scalars of a result, by one thread block, at the end of a call. log_scale_grad, dots and bias_grad may
-// be null, and count as 0; null row_shares count as 1.
-//
-//     loss:                  out[0] = common_share * sum of losses[i] * row_shares[i]
-//     gradient of the scale: out[1] = (sum of log_scale_grad + sum of dots / pair_repeats) / scale
-//     gradient of the bias:  out[2] = sum of bias_grad / scale
-//
-// `dots` are <dQ_i, q_i> of `count` rows. They contain each pair `pair_repeats` times: 2 if queries are keys, else 1.
-// bias_grad has the sums of dL/dx over rows, with x a product. A logit is z = scale x + bias, so dL/dz is
-// (dL/dx) / scale, and the gradient of the bias is the sum of dL/dz.
-extern "C" __global__ void __launch_bounds__(TOTALS_THREADS)
-totals(const double* losses, i64 m, double common_share, const double* row_shares, const double* log_scale_grad,
-       const double* dots, i64 count, double pair_repeats, const double* bias_grad,
-       const __grid_constant__ Scale scale, void* out, i64 is_float) {
-  __shared__ double memory[4][32];
-  double x[4] = {0, 0, 0, 0};  // sums of losses, log_scale_grad, dots and bias_grad
-#pragma unroll 8  // one multiprocessor needs many loads in flight
-  for (i64 i = threadIdx.x; i < m; i += TOTALS_THREADS) {
-    x[0] += row_shares ? weighted(losses[i], row_shares[i]) : losses[i];
-    if (log_scale_grad) x[1] += log_scale_grad[i];
-    if (bias_grad) x[3] += bias_grad[i];
+// From complete sums to losses, and the factors of the gradient pass (solve.Vectors.finalize in Python). A thread
+// computes a row.
+extern "C" __global__ void __launch_bounds__(REDUCTION_THREADS)
+finalize(const __grid_constant__ FinalizeArguments f) {
+  __shared__ Reduction reduction;
+  const i64 i = blockIdx.x * (i64)REDUCTION_THREADS + threadIdx.x;
+  if (i < f.m) finalize_row(f, i);
+  const Conclusion& c = f.conclusion;
+  if (!c.ranges) return;
+  double x[8] = {0, 0, 0, 0, -INFINITY_, -INFINITY_, -INFINITY_, 0}, all[8];
+  if (c.has_totals) c.totals.add(x, i);
+  if (i < c.sources.m) {
+    c.sources.add_row(x + 4, i);
+    for (i64 pair = i * f.set_size; pair < (i + 1) * f.set_size; ++pair) c.sources.add_pair(x + 4, pair);
   }
-  if (dots)
-#pragma unroll 8
-    for (i64 i = threadIdx.x; i < count; i += TOTALS_THREADS) x[2] += dots[i];
-  reduce_to_thread_0(x, memory, Plus());
-  const double sums[3] = {common_share * x[0], (x[1] + x[2] / pair_repeats) / scale.bare(), x[3] / scale.bare()};
-  if (threadIdx.x) return;
-#pragma unroll
-  for (int i = 0; i < 3; ++i)
-    if (is_float) ((float*)out)[i] = (float)sums[i];
-    else ((double*)out)[i] = sums[i];
+  if (i < c.sources.n) c.sources.add_column(x + 4, i);
+  if (!reduction.over_grid(x, c.partials, c.arrived, all) || threadIdx.x != 0) return;
+  if (c.has_totals) c.totals.write(all);
+  *c.ranges = c.sources.find(all + 4);
 }
 
+// Writes struct Totals at the end of a call. `partials` [blocks, 8].
+extern "C" __global__ void __launch_bounds__(REDUCTION_THREADS)
+totals(const __grid_constant__ Totals t, double* partials, u32* arrived) {
+  __shared__ Reduction reduction;
+  double x[8] = {0, 0, 0, 0, 0, 0, 0, 0}, all[8];
+  const i64 step = gridDim.x * (i64)REDUCTION_THREADS;
+  for (i64 i = blockIdx.x * (i64)REDUCTION_THREADS + threadIdx.x; i < max(t.m, t.count); i += step) t.add(x, i);
+  if (reduction.over_grid(x, partials, arrived, all) && threadIdx.x == 0) t.write(all);
+}

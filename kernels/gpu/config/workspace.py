@@ -180,9 +180,15 @@ def own_parts(m: int, k: int, real: int, normalize: bool, table: tuple[int, int]
     sizes = {"products": m * k * real, "norms": norm_bytes}
     rows, d = table
     if rows:  # uses and their rows, sorted (`labels.sort_integers`); sums of pieces
-        sizes["sorted uses"] = 8 * (4 * m * k + rows + 1)
+        sizes["sorted uses"] = 8 * (4 * m * k + -(-rows // own_group_rows(rows)) + 1)
         sizes["pieces"] = m * k // PIECE_USES * (d * real + 16)
     return {name: size for name, size in sizes.items() if size}
+
+
+def own_group_rows(table_rows: int) -> int:
+    """Rows of a table of own negatives whose gradients a group of lanes writes: eight, or fewer if
+    groups would not occupy all multiprocessors."""
+    return min(8, -(-table_rows // 2**12))
 
 
 def workspace_of_passes(workspace: int, reserved: int) -> int:

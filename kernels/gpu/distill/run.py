@@ -11,16 +11,17 @@ from ...direction_losses import DirectionLosses
 from ...problem import Array, Gradients, Problem
 from .. import config
 from ..device.arguments import Fields, address
-from ..schedule import Operands, ScheduledPass
-from ..tiled.buffers import Buffers
-from ..tiled.gradient import GradientRun
-from ..tiled.gradient_factors import (
+from ..gradient_factors import (
     FACTOR_SOURCES,
     RANGES_STRUCTURE,
     GradientFactors,
     allocate_ranges,
     find_ranges,
+    range_sources,
 )
+from ..schedule import Operands, ScheduledPass
+from ..tiled.buffers import Buffers
+from ..tiled.gradient import GradientRun
 from ..tiled.operands import Operand, OperandSide, find_feature_divisors
 from ..vectors import Scalars
 
@@ -87,7 +88,7 @@ def probability_factors(
     # struct Ranges of each model. The factors are 1, so the gradient divisors are 1, too
     ranges = allocate_ranges(), allocate_ranges()
     for model_sources, model_ranges in zip(sources, ranges, strict=True):
-        find_ranges(buffers.launcher, shape, model_sources, model_ranges)
+        find_ranges(buffers.launcher, model_ranges, range_sources(shape, model_sources))
     first = RANGES_STRUCTURE.offset("one_exponential") // 8
     flags = [model_ranges.view(np.int64)[first : first + 1] for model_ranges in ranges]
     flags[0] &= flags[1]

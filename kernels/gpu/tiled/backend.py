@@ -22,8 +22,10 @@ from ...problem import Array, Gradients, Problem
 from ...solve import Solution, make_solution, sigmoid_solution
 from ..device.launcher import device_properties
 from ..device.launches import Queue
+from ..gradient_factors import LARGEST_ELEMENT
 from ..linear import GPURows
 from ..schedule import BlockPass, Call, Purpose, ScheduledPass, tiled_schedule
+from ..vectors import Conclusion
 from .buffers import Buffers
 from .gradient import SoftmaxRun
 from .lse import RetrievalRanksRun, StatisticsRun
@@ -78,10 +80,13 @@ class GPU:
             self.run((scheduled,), problem, epilogues[scheduled.purpose], gradients)
 
         # Losses, the factors of the gradient pass, and the gradient pass
-        triangle = first_passes[0].grid.triangle
-        finalized = vectors.finalize(problem, stats, triangle, gradients is not None, self)
+        triangle, gradient_passes = first_passes[0].grid.triangle, passes[len(first_passes) :]
+        finalized = vectors.finalize(
+            problem, stats, triangle, gradients is not None, self,
+            conclusion=self._conclusion(problem, gradients) if gradient_passes else None,
+        )  # fmt: skip
         epilogue = finalized.softmax_gradient(problem.symmetric)
-        self.run(passes[len(first_passes) :], problem, epilogue, gradients)
+        self.run(gradient_passes, problem, epilogue, gradients)
         if finalized.own is not None and gradients is not None:
             finalized.own.finish(finalized, gradients)
         # the gradient of the scale follows from `dots`, or from moments of the sums
@@ -90,6 +95,17 @@ class GPU:
             problem, finalized.losses, finalized.log_scale_grad, dots, bias_grad=None
         )
         return make_solution(finalized, stats, loss, scale_grad)
+
+    def _conclusion(self, problem: Problem, gradients: Gradients | None) -> Conclusion | None:
+        """What `finalize` concludes for a gradient pass. None: other steps change its vectors."""
+        pair_vectors = self.buffers.pair_vectors
+        has_biases = pair_vectors is not None and (
+            pair_vectors.row_bias is not None or pair_vectors.column_bias is not None
+        )
+        if gradients is None or problem.linear_terms or has_biases:
+            return None
+        largest_element = LARGEST_ELEMENT.get(self.buffers.precision, 1.0)
+        return Conclusion(largest_element, has_totals=not problem.scale_grad_from_dots)
 
     def run_block_pass(self, problem: Problem, epilogue: Any, gradients: Gradients | None) -> None:
         """Run the pass of a block over ranks; or, for a `BlockQuestion`, answer the question."""

@@ -6,6 +6,7 @@ The other subclasses are in one_pass.py and ../distill/run.py.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import cupy
@@ -17,20 +18,49 @@ from ...problem import LOG2_E, Array, Gradients, Problem
 from .. import config, schedule
 from ..device.arguments import Fields, address, matrix
 from ..device.cublas import ARITHMETIC, ELEMENT_TYPE, OP_N, OP_T, host_number
-from ..linear import linear_gradients
-from ..schedule import CACHED_BLOCK_COLUMNS, ScheduledPass
-from .buffers import Buffers
-from .gradient_factors import (
+from ..gradient_factors import (
     FACTOR_SOURCES,
     LARGEST_ELEMENT,
     RANGE_THREADS,
-    Accumulator,
     GradientFactors,
     allocate_ranges,
     find_ranges,
+    range_sources,
 )
+from ..linear import linear_gradients
+from ..schedule import CACHED_BLOCK_COLUMNS, ScheduledPass
+from .buffers import Buffers
 from .operands import NO_GRADIENT_BLOCK, CachedExponentials, GradientBlock, Operand
 from .run import PassRun
+
+FEW_FEATURES = 2**23  # of both sides, whose gradients one launch completes; with more it was slower
+
+
+@dataclass
+class Accumulator:
+    """Sums of products, dQ or dK before `GradientRun.finish` completes the gradients.
+
+    They are divided by the gradient divisor, as gradient blocks are. A row of dQ is the sum of its
+    `dq_copies`, which `finish` adds up.
+    """
+
+    array: Array  # [dq_copies, rows, stride], or the destination of the gradients
+    stride: int  # elements from row to row
+    first_row: int  # of dQ or dK, in `array`
+    overlay: Accumulator | None = None  # has rows before `first_row`, in the gradients' memory
+    dq_copies: int = 1  # 1 for dK
+
+    @property
+    def copy_stride(self) -> int:
+        """Elements from a copy to the next copy."""
+        return int(self.array.size) // self.dq_copies
+
+    def pointer(self, row: int) -> int:
+        """The address of a row of dQ or dK, in its first copy."""
+        if self.overlay is not None and row < self.first_row:
+            return self.overlay.pointer(row)
+        offset = (row - self.first_row) * self.stride * self.array.dtype.itemsize
+        return int(self.array.data.ptr + offset)
 
 
 class GradientRun(PassRun):
@@ -54,6 +84,7 @@ class GradientRun(PassRun):
         self.linear_fields: dict[bool, Fields] = {}
         # None: this pass does not compute the gradient. In a triangle, both are the same object
         self.dq_accumulator = self.dk_accumulator = None
+        self.last_sides: list[Fields] = []  # struct Side of the last rows of dQ, for the `end`
         # (whether the sums are of dK, number of the row or column block), once they have a product
         self.begun: set[tuple[bool, int]] = set()
         if buffers.cached is not None:
@@ -194,10 +225,16 @@ class GradientRun(PassRun):
             )  # fmt: skip
 
     def end_rows(self, rows: slice) -> None:
-        """Complete dQ of `rows`, unless it is complete only at the `end`, as in a triangle."""
+        """Complete dQ of `rows`, unless it is complete only at the `end`, as in a triangle.
+
+        The last rows are completed there too, so that one launch serves them and all of dK.
+        """
         if self.dq_accumulator is not None and not self.grid.triangle:
             assert self.gradients is not None
-            self.finish(self.dq_accumulator, rows, self.gradients.query)
+            side = self.side(self.dq_accumulator, rows, self.gradients.query)
+            self.last_sides = [side] if rows == self.grid.rows[-1] else []
+            if not self.last_sides:
+                self.finish(side)
 
     def end(self) -> None:
         """Complete dK, or dQ in a triangle, after all blocks have added to it.
@@ -210,30 +247,61 @@ class GradientRun(PassRun):
         accumulator, gradients = self.dk_accumulator, self.gradients
         accumulator_rows = self.scheduled.dk_accumulator
         if accumulator is None or accumulator_rows is None:
+            self.finish(*self.last_sides)
             return
         assert gradients is not None
+        if accumulator_rows.overlaid:
+            self.finish(*self.last_sides)
+            self.last_sides = []
         out: Array = gradients.query if accumulator is self.dq_accumulator else gradients.key
         rows_at_once = max(1, accumulator_rows.rows_converted_at_once)
         for rows in slices(accumulator_rows.overlaid, rows_at_once):
             destination = out[rows]
             memory = self.gradient_block.memory.data
             converted = cupy.ndarray(destination.shape, destination.dtype, memory)
-            self.finish(accumulator, rows, converted, rows.start)
+            self.finish(self.side(accumulator, rows, converted, rows.start))
             self.launcher.queue.copy(destination.data, converted.data, destination.nbytes)
         # these rows come last: the memory of their gradients had sums of overlaid rows until now
-        self.finish(accumulator, slice(accumulator.first_row, self.grid.columns[-1].stop), out)
+        last_rows = slice(accumulator.first_row, self.grid.columns[-1].stop)
+        self.finish(*self.last_sides, self.side(accumulator, last_rows, out))
 
-    def finish(
-        self, accumulator: Accumulator, rows: slice, out: Array, first_out_row: int = 0
-    ) -> None:  # fmt: skip
-        """Complete the gradients of `rows`, which are queries or keys, and write them to `out`.
+    def finish(self, *sides: Fields) -> None:
+        """Complete the gradients of `sides`, in one launch if their rows are few.
 
         The kernel multiplies sums by the gradient divisor, adds positives and linear terms, and
-        differentiates through the normalisation. Row 0 of `out` is row `first_out_row`.
+        differentiates through the normalisation.
+        """
+        if not sides:
+            return
+        d = self.problem.shape[2]
+        if len(sides) == 2 and d * sum(side["n"] for side in sides) >= FEW_FEATURES:
+            for side in sides:
+                self.finish(side)
+            return
+        one, other = (*sides, sides[0])[:2]
+        defines = {"NORM_FACTORS": int(self.problem.normalize)}
+        if len(sides) == 2:
+            defines["BOTH_SIDES"] = 1
+        if self.problem.set_size > 1:
+            defines["SETS"] = 1
+        if self.linear_fields:
+            defines["LINEAR"] = 1
+        rows = one["n"]
+        if len(sides) == 2:  # a thread block has up to 16 rows of one side
+            rows = -(-rows // 16) * 16 + other["n"]
+        self.launcher.launch_rows(
+            "finish", rows, d, file="finish.cu", defines=defines, one=one, other=other, d=d
+        )  # fmt: skip
+
+    def side(
+        self, accumulator: Accumulator, rows: slice, out: Array, first_out_row: int = 0
+    ) -> Fields:
+        """struct Side of `rows`, which are queries or keys, for `finish`.
+
+        Row 0 of `out`, to which the gradients are written, is row `first_out_row`.
         """
         buffers, problem, gradients = self.buffers, self.problem, self.gradients
         assert gradients is not None
-        n, d = rows.stop - rows.start, problem.shape[2]
         gradient_divisor, divisor_step = self.ranges, 0  # step 0: all rows have the same divisor
 
         # `side` has the rows. The other side has their partners, with which they form positives
@@ -257,27 +325,22 @@ class GradientRun(PassRun):
             self.launcher.launch_vectors(
                 "add_dq_copies", size, sums=sums, n=size, dq_copies=accumulator.dq_copies
             )  # fmt: skip
-        defines = {"NORM_FACTORS": int(problem.normalize)}
-        if problem.set_size > 1:
-            defines["SETS"] = 1
-        linear: dict[str, Any] = {}
-        if self.linear_fields:
-            defines["LINEAR"] = 1
-            linear["linear"] = self.linear_fields[accumulator is not self.dq_accumulator]
-        self.launcher.launch_rows(
-            "finish", n, d, file="finish.cu", defines=defines, **linear,
-            acc=accumulator.pointer(rows.start), acc_stride=accumulator.stride,
-            first=rows.start, n=n, d=d, z=matrix(side.features), factor=side.factor,
-            exponent=side.exponent,
-            positives={
+        fields = {
+            "acc": accumulator.pointer(rows.start), "acc_stride": accumulator.stride,
+            "first": rows.start, "n": rows.stop - rows.start, "z": matrix(side.features),
+            "factor": side.factor, "exponent": side.exponent,
+            "positives": {
                 "gradient": self.positive_gradient, **entries, "set_size": problem.set_size,
                 "others": len(other.features), "z": matrix(other.features), "factor": other.factor,
                 "exponent": other.exponent,
             },
-            gradient_divisor=gradient_divisor, divisor_step=divisor_step,
-            feature_divisor=other.feature_divisor, dots=dots, add=add,
-            out=matrix(out, -first_out_row),
-        )  # fmt: skip
+            "gradient_divisor": gradient_divisor, "divisor_step": divisor_step,
+            "feature_divisor": other.feature_divisor, "dots": dots,
+            "out": matrix(out, -first_out_row), "add": add,
+        }  # fmt: skip
+        if self.linear_fields:
+            fields["linear"] = self.linear_fields[accumulator is not self.dq_accumulator]
+        return fields
 
     def find_ranges(self, m: int, n: int, by_factor: bool = False, **vectors: Array) -> None:
         """Write `self.ranges`, with `LARGEST_ELEMENT` of the precision: see the function.
@@ -287,7 +350,16 @@ class GradientRun(PassRun):
         """
         largest = LARGEST_ELEMENT.get(self.buffers.precision, 1.0)
         set_size = self.problem.set_size
-        find_ranges(self.launcher, (m, n), vectors, self.ranges, largest, by_factor, set_size)
+        sources = range_sources((m, n), vectors, largest, by_factor, set_size)
+        find_ranges(self.launcher, self.ranges, sources)
+
+    def find_upstream_ranges(self, row_factor: Array) -> None:
+        """`find_ranges` of row factors that are upstream gradients, unless they are known."""
+        known = self.buffers.vectors.upstream_ranges
+        if known is not None:
+            self.ranges = known
+        else:
+            self.find_ranges(*self.problem.shape[:2], row_factor=row_factor)
 
 
 class SoftmaxRun(GradientRun):
@@ -322,7 +394,10 @@ class SoftmaxRun(GradientRun):
         # dL/dx at a positive bounds its row of the gradient block, unless the row has several
         # positives or linear terms
         bounded_by_positive = not epilogue.linear and problem.set_size == 1
-        self.find_ranges(m, n, by_factor=not bounded_by_positive, **sources)
+        if buffers.vectors.ranges is not None:
+            self.ranges = buffers.vectors.ranges
+        else:
+            self.find_ranges(m, n, by_factor=not bounded_by_positive, **sources)
         self.positive_gradient = sources["positive_gradient"]
         if epilogue.linear:  # the sides whose gradients this pass computes
             sides = (False, scheduled.dq_accumulator), (True, scheduled.dk_accumulator)

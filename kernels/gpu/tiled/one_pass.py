@@ -48,7 +48,7 @@ class OnlineRun(GradientRun):
         if self.dk_accumulator is not None:
             # u q is divided by the divisor of `ranges`, which follows from the largest upstream
             # gradient, so that weights of any size fit 16-bit elements
-            self.find_ranges(m, problem.shape[1], row_factor=problem.upstream)
+            self.find_upstream_ranges(problem.upstream)
 
     def compute_block(self, rows: slice, columns: slice, row_block: int, column_block: int) -> None:
         n, d, start = rows.stop - rows.start, self.problem.shape[2], rows.start
@@ -133,9 +133,9 @@ class SigmoidRun(GradientRun):
     ) -> None:  # fmt: skip
         super().__init__(buffers, problem, scheduled, epilogue.phase, gradients)
         self.epilogue = epilogue
-        m, n, _ = problem.shape
+        m = problem.shape[0]
         self.row_factor = cupy.ascontiguousarray(epilogue.row_factor, dtype=np.float64)
-        self.find_ranges(m, n, row_factor=self.row_factor)
+        self.find_upstream_ranges(self.row_factor)
         self.positive_gradient = cupy.empty(m)
         # `row_factor` over the gradient divisor, so that the kernel computes P
         self.divided_row_factor = buffers.divide_factors(self.row_factor, self.ranges)

@@ -1,18 +1,17 @@
-"""Factors that a kernel computes a gradient block from, and accumulators of its products."""
+"""Factors that a kernel computes a gradient block from, and the ranges that they follow from."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import cupy
 import numpy as np
 
-from ...problem import Array
-from ..device.arguments import Fields, address
-from ..device.launcher import Launcher
-from ..device.signatures import structure
+from ..problem import Array
+from .device.arguments import Fields, address
+from .device.launcher import Launcher
+from .device.signatures import structure
 
 # Fields of struct FactorSources: the vectors of `SoftmaxGradient` from which factors are computed
 FACTOR_SOURCES = tuple(name for name, _ in structure("vectors.cu", "FactorSources").fields)
@@ -28,14 +27,24 @@ def allocate_ranges() -> Array:
     return cupy.empty(RANGES_STRUCTURE.size // 8)
 
 
-def find_ranges(
-    launcher: Launcher, shape: tuple[int, int], vectors: Mapping[str, Array], out: Array,
-    largest_element: float = 1.0, by_factor: bool = False, set_size: int = 1,
-) -> None:  # fmt: skip
-    """Write struct Ranges to `out`: numbers that follow from the ranges of `vectors`.
+def range_sources(
+    shape: tuple[int, int], vectors: Mapping[str, Array], largest_element: float = 1.0,
+    by_factor: bool = False, set_size: int = 1,
+) -> Fields:  # fmt: skip
+    """struct RangeSources, for `find_ranges`.
 
     `vectors` are `FACTOR_SOURCES` by name, of M rows and N columns, without those that the loss
-    lacks. References are log-sum-exps in base 2. The fields of struct Ranges are
+    lacks. References are log-sum-exps in base 2.
+    """
+    m, n = shape
+    return {"f": dict.fromkeys(FACTOR_SOURCES) | {**vectors}, "m": m, "n": n, "set_size": set_size,
+            "by_factor": by_factor, "largest_element": largest_element}  # fmt: skip
+
+
+def find_ranges(launcher: Launcher, out: Array, sources: Fields) -> None:
+    """Write struct Ranges to `out`: numbers that follow from the ranges of `sources`.
+
+    The fields of struct Ranges are
 
     - gradient_divisor: a bound of abs(dL/dx) over `largest_element`; 1 if the bound is below 1e-300
       or not finite. The bound is the largest of these numbers:
@@ -48,14 +57,8 @@ def find_ranges(
     - one_exponential: 1 if one exponential serves row and column of a logit. The largest reference
       of a row is then less than 40 above the smallest of a column, and 80 above that of a row.
     """
-    m, n = shape
-    launcher.launch(
-        "vectors.cu", "ranges", 1, RANGE_THREADS,
-        {
-            "f": dict.fromkeys(FACTOR_SOURCES) | {**vectors}, "m": m, "n": n, "set_size": set_size,
-            "by_factor": by_factor, "largest_element": largest_element, "out": out,
-        },
-    )  # fmt: skip
+    arguments = {"sources": sources, "out": out}
+    launcher.launch("vectors.cu", "ranges", 1, RANGE_THREADS, arguments)
 
 
 class GradientFactors:
@@ -109,30 +112,3 @@ class GradientFactors:
 
 
 # --- accumulators ---------------------------------------------------------------------------------
-
-
-@dataclass
-class Accumulator:
-    """Sums of products, dQ or dK before `GradientRun.finish` completes the gradients.
-
-    They are divided by the gradient divisor, as gradient blocks are. A row of dQ is the sum of its
-    `dq_copies`, which `finish` adds up.
-    """
-
-    array: Array  # [dq_copies, rows, stride], or the destination of the gradients
-    stride: int  # elements from row to row
-    first_row: int  # of dQ or dK, in `array`
-    overlay: Accumulator | None = None  # has rows before `first_row`, in the gradients' memory
-    dq_copies: int = 1  # 1 for dK
-
-    @property
-    def copy_stride(self) -> int:
-        """Elements from a copy to the next copy."""
-        return int(self.array.size) // self.dq_copies
-
-    def pointer(self, row: int) -> int:
-        """The address of a row of dQ or dK, in its first copy."""
-        if self.overlay is not None and row < self.first_row:
-            return self.overlay.pointer(row)
-        offset = (row - self.first_row) * self.stride * self.array.dtype.itemsize
-        return int(self.array.data.ptr + offset)
