@@ -370,7 +370,7 @@ def test_sweeps_of_narrow_rows(precision: str, width: int, extras: bool, columns
 
 OF_FINISH = [{"NORM_FACTORS": a, "LINEAR": b} for a, b in ((0, 0), (1, 1), (0, 1), (1, 0))]
 # whose code depends on the type of sums alone
-OF_ONE_TYPE = "vectors.cu", "linear.cu", "naive/naive.cu", "block/guide_rows.cu"
+OF_ONE_TYPE = "naive/naive.cu", "linear.cu", "vectors.cu", "block/guide_rows.cu"
 
 
 @needs_nvrtc
@@ -405,7 +405,7 @@ def test_own(precision: str, words: tuple[int, int], factors: int, arch: str) ->
 @needs_nvrtc
 @pytest.mark.parametrize(
     ("precision", "words", "factors", "arch"),
-    some(1, ["FP32", "FP64"], [0, 1, 2], [0, 1], ["sm_90a", *THOROUGH * ["sm_75", "sm_80"]]),
+    some(1, ["FP64", "FP32"], [0, 2, 1], [0, 1], ["sm_90a", *THOROUGH * ["sm_75", "sm_80"]]),
 )
 def test_own_table(precision: str, words: int, factors: int, arch: str) -> None:
     defines = {"PRECISION": precision, "NORM_FACTORS": factors, "WORDS": words}
