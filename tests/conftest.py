@@ -52,9 +52,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """The emulator's own tests are asked for by their marker alone."""
-    is_emulator = collection_path == Path(__file__).parent / "emulator"
-    return True if is_emulator and not emulation.asked_for(config) else None
+    """The emulator's own tests are asked for by their marker alone; then no other file is read."""
+    if emulation.asked_for(config):
+        return emulation.has_no_tests(collection_path)
+    return True if collection_path == Path(__file__).parent / "emulator" else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

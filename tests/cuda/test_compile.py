@@ -2,7 +2,9 @@
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import product
+from typing import Any
 
 import pytest
 from gpu_problems import DEVICES
@@ -33,14 +35,24 @@ SPILLS_TWO_BLOCKS, SPILLS_FP64, SPILLS = 32, 160, 24
 SPILLS_EXTRAS_MOMENTS = 192
 
 
-# Of the combinations of a kernel's choices, one in two to five is compiled; thorough: all of them
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 
 
-def one_in(n: int, place: int) -> None:
-    """Skips what is not at the first of so many places."""
-    if place % n and not THOROUGH:
-        pytest.skip("the thorough profile compiles these choices together")
+def some(times: int, *choices: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Of the combinations of a kernel's choices, those with each choice `times` times at least; the
+    first has the first choices, the second the second ones. Thorough: all combinations."""
+    lists = [list(choice) for choice in choices]
+    if THOROUGH:
+        return list(product(*lists))
+    turns = product(range(times), range(max(map(len, lists))))
+    chosen = (
+        tuple((place + turn * i) % len(each) for i, each in enumerate(lists))
+        for turn, place in turns
+    )
+    return [
+        tuple(each[i] for each, i in zip(lists, places, strict=True))
+        for places in dict.fromkeys(chosen)
+    ]
 
 
 def require_use(precision: str, arch: str) -> None:
@@ -51,6 +63,11 @@ def require_use(precision: str, arch: str) -> None:
         pytest.skip(f"{arch} computes float32 without {precision}")
 
 
+def require_range(name: str, precision: str) -> None:
+    if name == "online" and precision in config.FLOAT16:
+        pytest.skip("one pass wants the exponents of float32")
+
+
 def spilled(log: str) -> int:
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
     assert spills, log
@@ -58,14 +75,11 @@ def spilled(log: str) -> int:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("arch", DEVICES)
-@pytest.mark.parametrize("precision", config.OPERAND_BYTES)
-@pytest.mark.parametrize("name", TILED)
+@pytest.mark.parametrize(
+    ("name", "precision", "arch"), some(2, TILED, config.OPERAND_BYTES, DEVICES)
+)
 def test_tiled_kernels(name: str, precision: str, arch: str) -> None:
     require_use(precision, arch)
-    choices = list(TILED), list(config.OPERAND_BYTES), list(DEVICES)
-    place = sum(map(list.index, choices, (name, precision, arch)))
-    one_in(5, place)
     tile = config.tile_for(precision, 64, DEVICES[arch], taught=name == "distill")
     compile_within_budget(name, precision, arch, tile, 1)
 
@@ -78,17 +92,19 @@ def test_other_variants(name: str) -> None:
     device, small = DEVICES["sm_90a"], config.DeviceProperties("89", 128, 101376, 102400, 2**34)
     two_blocks, two_levels = (config.tile_for("bf16", d, device) for d in (64, 4096))
     assert (two_blocks.min_blocks, two_levels.levels) == (2, 2)
-    compile_within_budget(name, "bf16", "sm_90a", two_blocks, 0)
-    compile_within_budget(name, "bf16", "sm_90a", two_blocks, 1, extras=1)
-    compile_within_budget(name, "bf16", "sm_90a", two_levels, 1)
-    compile_within_budget(name, "bf16", "sm_89", config.tile_for("bf16", 64, small), 1)
+    if name in ("lse", "sigmoid") or THOROUGH:
+        compile_within_budget(name, "bf16", "sm_90a", two_blocks, 0)
+        compile_within_budget(name, "bf16", "sm_89", config.tile_for("bf16", 64, small), 1)
+    if name in ("gradient", "ranks") or THOROUGH:
+        compile_within_budget(name, "bf16", "sm_90a", two_blocks, 1, extras=1)
+        compile_within_budget(name, "bf16", "sm_90a", two_levels, 1)
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("precision", ["bf16", "fp32", "fp64", "tf32"])
-@pytest.mark.parametrize("name", ["lse", "sigmoid"])
+@pytest.mark.parametrize(
+    ("name", "precision"), some(1, ["lse", "sigmoid"], ["bf16", "fp32", "tf32", "fp64"])
+)
 def test_tiled_moments(name: str, precision: str) -> None:
-    one_in(2, (name == "sigmoid") + (precision in ("fp32", "tf32")))
     tile = config.tile_for(precision, 64, DEVICES["sm_80"])
     compile_within_budget(name, precision, "sm_80", tile, 1, moments=1)
     if precision == "bf16":
@@ -142,16 +158,13 @@ def compile_sweep(
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("precision", config.SWEEP_PRECISIONS)
-@pytest.mark.parametrize("name", SWEEPS)
+@pytest.mark.parametrize(
+    ("name", "precision", "width"), some(2, SWEEPS, config.SWEEP_PRECISIONS, WIDTHS)
+)
 def test_sweeps(name: str, precision: str, width: int) -> None:
-    """Sweeps compile for Hopper. Each precision has one width in three, and there one in three
-    variants."""
-    if name == "online" and precision in config.FLOAT16:
-        pytest.skip("one pass wants the exponents of float32")
+    """Sweeps compile for Hopper: the first variant, and one in three of the others."""
+    require_range(name, precision)
     place = WIDTHS.index(width) + config.SWEEP_PRECISIONS.index(precision)
-    one_in(3, place)
     option, budget = SWEEPS[name]
     if precision in config.OPERAND_PARTS:
         # of each part; with many times the products, spills matter less
@@ -176,20 +189,21 @@ def test_sweeps(name: str, precision: str, width: int) -> None:
         compile_sweep(name, precision, sweep, allowed, (gradient, not gradient), **more)
 
 
+ROWS = [("bf16", 1024), ("bf16", 2304), ("fp16x3", 512)]  # precision, bytes of a row of one part
 # More bytes that a thread may spill with limits and biases of pairs
 SPILLS_OPTIONS = 512
 
 
 @needs_nvrtc
-@pytest.mark.parametrize(("limits", "bias"), [(1, 0), (0, 2), (1, 1)])
-@pytest.mark.parametrize(("precision", "width"), [("bf16", 1024), ("bf16", 2304), ("fp16x3", 512)])
-@pytest.mark.parametrize(("name", "columns"), [("lse", 1), ("gradient", 1), ("online", 0)])
+@pytest.mark.parametrize(
+    ("of_pass", "rows", "of_pairs"),
+    some(1, [("lse", 1), ("gradient", 1), ("online", 0)], ROWS, [(1, 0), (0, 2), (1, 1)]),
+)
 def test_sweeps_with_limits_and_biases(
-    name: str, columns: int, precision: str, width: int, limits: int, bias: int
+    of_pass: tuple[str, int], rows: tuple[str, int], of_pairs: tuple[int, int]
 ) -> None:
-    if name == "online" and precision in config.FLOAT16:
-        pytest.skip("one pass wants the exponents of float32")
-    one_in(2, limits + bias + columns + (width == 2304))
+    (name, columns), (precision, width), (limits, bias) = of_pass, rows, of_pairs
+    require_range(name, precision)
     options = limits + (bias > 0)
     device, gradient = DEVICES["sm_90a"], name != "lse"
     sweep = config.sweep_for(precision, width, device, False, False, options)
@@ -206,15 +220,18 @@ def test_sweeps_with_limits_and_biases(
 
 
 @needs_nvrtc
-@pytest.mark.parametrize(("limits", "normalize"), [(1, False), (1, True), (2, True)])
-@pytest.mark.parametrize(("precision", "width"), [("bf16", 1024), ("fp16", 1040)])
-def test_sweep_of_a_guide(precision: str, width: int, limits: int, normalize: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "more"),
+    some(1, [("bf16", 1024), ("fp16", 1040)], [(1, False), (1, True), (2, True)]),
+)
+def test_sweep_of_a_guide(rows: tuple[str, int], more: tuple[int, bool]) -> None:
     """A guide's sweep has as many stages as fit shared memory, and hardly spills."""
+    (precision, width), (limits, normalize) = rows, more
     sweep = config.sweep_for(precision, width, DEVICES["sm_90a"], False, False, 1 + normalize)
     assert sweep is not None
     assert sweep.stages(False, False) == (4 if sweep.wide else 6)
-    more = {"NORM_FACTORS": int(normalize), "COLUMNS": limits - 1, "LIMITS": limits}
-    compile_sweep("guide", precision, sweep, SPILLS, (False, False), IDS=0, **more)
+    options = {"NORM_FACTORS": int(normalize), "COLUMNS": limits - 1, "LIMITS": limits}
+    compile_sweep("guide", precision, sweep, SPILLS, (False, False), IDS=0, **options)
 
 
 # Rows' ids are in registers of a sweep, two for each
@@ -222,12 +239,11 @@ SPILLS_COLUMNS = 512
 
 
 @needs_nvrtc
-@pytest.mark.parametrize(("precision", "width"), [("bf16", 1024), ("bf16", 2304), ("fp16x3", 512)])
-@pytest.mark.parametrize("name", SWEEPS)
-def test_sweeps_with_columns_of_ids(name: str, precision: str, width: int) -> None:
+@pytest.mark.parametrize(("name", "rows"), some(1, SWEEPS, ROWS))
+def test_sweeps_with_columns_of_ids(name: str, rows: tuple[str, int]) -> None:
     """The most columns of ids leave two stages of the pipeline."""
-    if name == "online" and precision in config.FLOAT16:
-        pytest.skip("one pass wants the exponents of float32")
+    precision, width = rows
+    require_range(name, precision)
     device, gradient, option = DEVICES["sm_90a"], name != "lse", SWEEPS[name][0]
     sweep = config.sweep_for(precision, width, device, True, integer_count=MOST_COLUMNS - 1)
     assert sweep is not None
@@ -238,16 +254,16 @@ def test_sweeps_with_columns_of_ids(name: str, precision: str, width: int) -> No
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("precision", ["bf16", "fp32", "fp64"])
-@pytest.mark.parametrize("name", ["lse", "gradient", "sigmoid"])
+@pytest.mark.parametrize(
+    ("name", "precision"), some(1, ["lse", "gradient", "sigmoid"], ["bf16", "fp64", "fp32"])
+)
 def test_tiled_kernels_with_columns_of_ids(name: str, precision: str) -> None:
     tile = config.tile_for(precision, 512, DEVICES["sm_80"], integer_count=MOST_COLUMNS - 1)
     compile_within_budget(name, precision, "sm_80", tile, 1, IDS=MOST_COLUMNS)
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(("precision", "normalize"), some(1, ["bf16", "fp16"], [False, True]))
 def test_sweep_of_a_teacher(precision: str, normalize: bool) -> None:
     sweep = config.teacher_sweep(precision, 1024, 1024, DEVICES["sm_90a"], normalize)
     assert sweep is not None
@@ -256,24 +272,23 @@ def test_sweep_of_a_teacher(precision: str, normalize: bool) -> None:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("precision", ["bf16", "fp32", "fp64"])
-@pytest.mark.parametrize("name", ["lse", "gradient"])
-def test_tiled_kernels_with_limits_and_biases(name: str, precision: str) -> None:
-    for arch, options in (("sm_80", {"LIMITS": 2}), ("sm_90a", {"LIMITS": 2, "BIAS": 2})):
-        if precision != "bf16" and (name == "lse") == ("BIAS" in options) and not THOROUGH:
-            continue
-        tile = config.tile_for(precision, 64, DEVICES[arch], len(options))
-        compile_within_budget(name, precision, arch, tile, 1, extras=1, **options)
+@pytest.mark.parametrize(
+    ("name", "precision", "biases"),
+    some(1, ["lse", "gradient"], ["bf16", "fp64", "fp32"], [True, False]),
+)
+def test_tiled_kernels_with_limits_and_biases(name: str, precision: str, biases: bool) -> None:
+    arch, options = ("sm_90a", {"LIMITS": 2, "BIAS": 2}) if biases else ("sm_80", {"LIMITS": 2})
+    tile = config.tile_for(precision, 64, DEVICES[arch], len(options))
+    compile_within_budget(name, precision, arch, tile, 1, extras=1, **options)
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("moments", [False, True])
-@pytest.mark.parametrize("extras", [False, True])
-@pytest.mark.parametrize("columns", [0, 1])
-@pytest.mark.parametrize("precision", ["bf16", "fp16x3"])
+@pytest.mark.parametrize(
+    ("precision", "columns", "extras", "moments"),
+    some(1, ["bf16", "fp16x3"], [0, 1], [False, True], [False, True]),
+)
 def test_cached_exponentials(precision: str, columns: int, extras: bool, moments: bool) -> None:
     """The log-sum-exp sweep that stores them, and the kernel that makes a gradient of them."""
-    one_in(2, (precision == "bf16") + columns + extras + moments)
     sweep = config.sweep_for(precision, 2304, DEVICES["sm_90a"], extras, moments)
     assert sweep is not None
     more = dict(IDS=int(extras), NORM_FACTORS=int(extras), COLUMNS=columns, MAXIMA=0, CACHE=1)
@@ -300,15 +315,24 @@ def test_sets_of_positives(precision: str, extras: bool, width: int) -> None:
         more = {"IDS": int(extras), "NORM_FACTORS": int(extras), "COLUMNS": 0, "SETS": 1}
         allowed = SPILLS_EXTRAS if extras else SWEEPS[name][1]
         compile_sweep(name, precision, sweep, allowed, (gradient, not gradient), **more)
-    for name in ("lse", "gradient"):
-        for element in ("bf16", "fp64") if THOROUGH else ("bf16",):
-            tile = config.tile_for(element, 64, DEVICES["sm_80"])
-            compile_within_budget(name, element, "sm_80", tile, 0, int(extras), SETS=1)
-            tile = config.tile_for(element, 64, DEVICES["sm_80"], 2)
-            more = {"LIMITS": 1, "BIAS": 1}
-            compile_within_budget(name, element, "sm_80", tile, 0, int(extras), SETS=1, **more)
+    for name, element, options in some(1, ["lse", "gradient"], ["bf16", "fp64"], [2, 0]):
+        more = {"LIMITS": 1, "BIAS": 1} if options else {}
+        tile = config.tile_for(element, 64, DEVICES["sm_80"], len(more))
+        compile_within_budget(name, element, "sm_80", tile, 0, int(extras), SETS=1, **more)
     defines = {"PRECISION": "FP32", "NORM_FACTORS": int(extras), "SETS": 1}
     assert spilled(compiler.compile_for("finish.cu", defines, "sm_80", PTXAS)[1]) <= 64
+
+
+@needs_nvrtc
+def test_positives_that_groups_do_not_leave_out() -> None:
+    """A sigmoid with positive ids, their weights, and groups."""
+    options = {"POSITIVE_IDS": 1, "PAIR_WEIGHTS": 1, "GROUPS": 1}
+    sweep = config.sweep_for("bf16", 1024, DEVICES["sm_90a"], False, False, 1, 2)
+    tile = config.tile_for("bf16", 64, DEVICES["sm_80"], 1, 2)
+    assert sweep is not None
+    more = {"IDS": 0, "NORM_FACTORS": 0, "GRADIENT": 1}
+    compile_sweep("sigmoid", "bf16", sweep, SPILLS_EXTRAS, (True, False), **more, **options)
+    compile_within_budget("sigmoid", "bf16", "sm_80", tile, 1, **options)
 
 
 @needs_nvrtc
@@ -318,19 +342,21 @@ def test_positives_that_ids_and_groups_do_not_leave_out() -> None:
     sweep = config.sweep_for("bf16", 1024, DEVICES["sm_90a"], True, False, 0, 2)
     tile = config.tile_for("bf16", 64, DEVICES["sm_80"], 0, 2)
     assert sweep is not None
-    for name in ("lse", "gradient"):
+    for name, of_sweep in some(1, ["lse", "gradient"], [True, False]):
         has = name == "gradient", name == "lse"
-        compile_sweep(name, "bf16", sweep, SPILLS_EXTRAS, has, COLUMNS=1, **names)
-        compile_within_budget(name, "bf16", "sm_80", tile, 1, 1, POSITIVE_IDS=1, GROUPS=1)
+        if of_sweep:
+            compile_sweep(name, "bf16", sweep, SPILLS_EXTRAS, has, COLUMNS=1, **names)
+        else:
+            compile_within_budget(name, "bf16", "sm_80", tile, 1, 1, POSITIVE_IDS=1, GROUPS=1)
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("extras", [False, True])
-@pytest.mark.parametrize("width", [128, 256])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_sweeps_of_narrow_rows(precision: str, width: int, extras: bool) -> None:
+@pytest.mark.parametrize(
+    ("precision", "width", "extras", "columns"),
+    some(1, ["bf16", "fp16"], [128, 256], [False, True], [0, 1]),
+)
+def test_sweeps_of_narrow_rows(precision: str, width: int, extras: bool, columns: int) -> None:
     """dL/dx and the gathered gradient in registers; stages hold whole tiles."""
-    one_in(2, (precision == "fp16") + width // 128 + extras)
     device = DEVICES["sm_90a"]
     sweep = config.choose_register_sweep(
         config.sweep_for(precision, width, device, extras), precision, 10**5
@@ -338,45 +364,37 @@ def test_sweeps_of_narrow_rows(precision: str, width: int, extras: bool) -> None
     assert sweep is not None
     assert sweep.stages(True, False) % sweep.k_slices == 0
     assert sweep.shared(True, False) <= device.shared_memory
-    for columns in (0, 1):
-        more = {"IDS": int(extras), "NORM_FACTORS": int(extras), "COLUMNS": columns}
-        allowed = SWEEPS["gradient"][1]
-        compile_sweep("narrow", precision, sweep, allowed, (True, False), **more)
+    more = {"IDS": int(extras), "NORM_FACTORS": int(extras), "COLUMNS": columns}
+    compile_sweep("narrow", precision, sweep, SWEEPS["gradient"][1], (True, False), **more)
 
 
+OF_FINISH = [{"NORM_FACTORS": a, "LINEAR": b} for a, b in ((0, 0), (1, 1), (0, 1), (1, 0))]
 # whose code depends on the type of sums alone
-OF_ONE_TYPE = "vectors.cu", "linear.cu", "naive/naive.cu", "block/guide_rows.cu"
+OF_ONE_TYPE = "naive/naive.cu", "linear.cu", "vectors.cu", "block/guide_rows.cu"
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("arch", DEVICES)
 @pytest.mark.parametrize(
-    ("file", "precision"),
-    [("rows.cu", precision) for precision in ("FP64", "FP32", "BF16X3", "FP16X3", "FP16")]
-    + [(file, precision) for file in OF_ONE_TYPE for precision in ("FP64", "FP32")]
-    + [("labels.cu", "FP32"), ("block/positive_tiles.cu", "FP32")],
+    ("file", "precision", "options", "arch"),
+    some(1, ["rows.cu"], ["FP64", "FP32", "BF16X3", "FP16X3", "FP16"], [{}], DEVICES)
+    + some(2, OF_ONE_TYPE, ["FP64", "FP32"], [{}], DEVICES)
+    + some(1, ["labels.cu", "block/positive_tiles.cu"], ["FP32"], [{}], DEVICES)
+    + some(1, ["vectors.cu"], ["FP32", *THOROUGH * ["FP64"]], [{"LABEL_WEIGHTS": 1}], ["sm_90a"])
+    + some(1, ["finish.cu"], ["FP32", "FP64"], OF_FINISH, DEVICES),
 )
-def test_other_kernels(file: str, precision: str, arch: str) -> None:
+def test_other_kernels(file: str, precision: str, options: dict[str, int], arch: str) -> None:
     require_use(precision.lower(), arch)
-    one_in(2, list(DEVICES).index(arch) + (precision == "FP64"))
-    assert spilled(compiler.compile_for(file, {"PRECISION": precision}, arch, PTXAS)[1]) <= 32
+    log = compiler.compile_for(file, {"PRECISION": precision, **options}, arch, PTXAS)[1]
+    assert spilled(log) <= 32
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("precision", ["FP64", "FP32"])
-def test_label_weights(precision: str) -> None:
-    defines = {"PRECISION": precision, "LABEL_WEIGHTS": 1}
-    assert spilled(compiler.compile_for("vectors.cu", defines, "sm_90a", PTXAS)[1]) <= 32
-
-
-@needs_nvrtc
-@pytest.mark.parametrize("arch", DEVICES)
-@pytest.mark.parametrize("factors", [0, 1])
-@pytest.mark.parametrize("words", [(0, 0), (1, 1), (1, 2), (2, 2)])
-@pytest.mark.parametrize("precision", ["FP32", "FP64"])
+@pytest.mark.parametrize(
+    ("precision", "words", "factors", "arch"),
+    some(1, ["FP32", "FP64"], [(0, 0), (1, 1), (1, 2), (2, 2)], [0, 1], DEVICES),
+)
 def test_own(precision: str, words: tuple[int, int], factors: int, arch: str) -> None:
     """Only rare rows, whose squares are out of range, call functions, and spill for them."""
-    one_in(5, (precision == "FP64") + sum(words) + factors + list(DEVICES).index(arch))
     defines = {"PRECISION": precision, "NORM_FACTORS": factors, "WORDS": words[0]}
     if words[0]:
         defines["OUT_WORDS"] = words[1]
@@ -385,12 +403,11 @@ def test_own(precision: str, words: tuple[int, int], factors: int, arch: str) ->
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("arch", DEVICES)
-@pytest.mark.parametrize("factors", [0, 1])
-@pytest.mark.parametrize("words", [0, 1, 2])
-@pytest.mark.parametrize("precision", ["FP32", "FP64"])
+@pytest.mark.parametrize(
+    ("precision", "words", "factors", "arch"),
+    some(1, ["FP64", "FP32"], [0, 2, 1], [0, 1], ["sm_90a", *THOROUGH * ["sm_75", "sm_80"]]),
+)
 def test_own_table(precision: str, words: int, factors: int, arch: str) -> None:
-    one_in(8, (precision == "FP64") + words + factors + list(DEVICES).index(arch))
     defines = {"PRECISION": precision, "NORM_FACTORS": factors, "WORDS": words}
     defines |= {"OWN_INDICES": 1, "OWN_BIAS": 1} | ({"OUT_WORDS": words} if words else {})
     for file, most in (("own.cu", 620 if factors else 130), ("own_table.cu", 160)):
@@ -398,36 +415,24 @@ def test_own_table(precision: str, words: int, factors: int, arch: str) -> None:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("arch", DEVICES)
-@pytest.mark.parametrize("linear", [0, 1])
-@pytest.mark.parametrize("factors", [0, 1])
-@pytest.mark.parametrize("precision", ["FP32", "FP64"])
-def test_finish(precision: str, factors: int, linear: int, arch: str) -> None:
-    one_in(3, (precision == "FP64") + factors + linear + list(DEVICES).index(arch))
-    defines = {"PRECISION": precision, "NORM_FACTORS": factors, "LINEAR": linear}
-    assert spilled(compiler.compile_for("finish.cu", defines, arch, PTXAS)[1]) <= 32
-
-
-@needs_nvrtc
-@pytest.mark.parametrize("arch", DEVICES)
-@pytest.mark.parametrize(("precision", "dtype"), [("FP32", "FLOAT32"), ("FP64", "FLOAT64")])
-@pytest.mark.parametrize("kind", ["SYMMETRIC", "TWO_SIDED", "SIGMOID"])
-def test_fused(kind: str, precision: str, dtype: str, arch: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "precision", "arch"),
+    some(1, ["SYMMETRIC", "TWO_SIDED", "SIGMOID"], ["FP32", "FP64"], DEVICES),
+)
+def test_fused(kind: str, precision: str, arch: str) -> None:
     kinds = {name: int(name == kind) for name in ("SYMMETRIC", "TWO_SIDED", "SIGMOID")}
-    place = list(kinds).index(kind) + (precision == "FP64") + list(DEVICES).index(arch)
-    one_in(3, place)
-    defines = {"PRECISION": precision, "DTYPE": f"DTYPE_{dtype}", "NORMALIZE": 1, "IDS": 1, **kinds}
+    dtype = "DTYPE_FLOAT32" if precision == "FP32" else "DTYPE_FLOAT64"
+    defines = {"PRECISION": precision, "DTYPE": dtype, "NORMALIZE": 1, "IDS": 1, **kinds}
     log = compiler.compile_for("fused/fused.cu", defines, arch, PTXAS)[1]
     assert spilled(log) <= (64 if precision == "FP32" else 512)
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("arch", DEVICES)
-@pytest.mark.parametrize("wide", [0, 1])
-@pytest.mark.parametrize("precision", ["FP64", "FP32", "BF16", "FP16"])
+@pytest.mark.parametrize(
+    ("precision", "wide", "arch"), some(1, ["FP64", "FP32", "BF16", "FP16"], [1, 0], DEVICES)
+)
 def test_maxsim(precision: str, wide: int, arch: str) -> None:
     require_use(precision.lower(), arch)
-    one_in(3, ["FP64", "FP32", "BF16", "FP16"].index(precision) + wide + list(DEVICES).index(arch))
     defines = {"PRECISION": precision, "WIDE_WINNERS": wide}
     log = compiler.compile_for("maxsim/tokens.cu", defines, arch, PTXAS)[1]
     assert spilled(log) <= 16
@@ -438,12 +443,11 @@ def test_maxsim(precision: str, wide: int, arch: str) -> None:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("winners", [0, 1])
-@pytest.mark.parametrize("tile", [176, 152, 128, 104, 64])
-@pytest.mark.parametrize("precision", ["BF16", "FP16"])
+@pytest.mark.parametrize(
+    ("precision", "tile", "winners"), some(1, ["BF16", "FP16"], [176, 152, 128, 104, 64], [0, 1])
+)
 def test_maxsim_sweeps(precision: str, tile: int, winners: int) -> None:
     """No registers are spilled, and no product waits for another (C7511)."""
-    one_in(3, (precision == "FP16") + tile // 8 + winners)
     defines = {"PRECISION": precision, "KEY_TILE": tile, "WINNERS": winners, "SLICES": 2}
     for options in ({}, {"PACKED": 1}, {"SLICES": 1, "PACKED": tile // 8 % 2}):
         log = compiler.compile_for("sm90/maxsim.cu", defines | options, "sm_90a", PTXAS)[1]

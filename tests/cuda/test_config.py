@@ -226,13 +226,20 @@ def test_blocks_fit_with_staged_copies_of_all_rows(
 
 
 @pytest.mark.parametrize("square", [False, True])
-@pytest.mark.parametrize(("d", "overlaid"), [(128, 0), (768, 32768), (1024, 32768), (1100, 0)])
-def test_accumulators_that_overlay_gradients(d: int, overlaid: int, square: bool) -> None:
-    """Half of a 16-bit dK overlays its destination if its float32 sums take too much workspace."""
-    n = 65536
-    sweep = config.sweep_for("bf16", 2 * d, DEVICES["sm_90a"], False)
+@pytest.mark.parametrize(("precision", "d", "overlaid"), [
+    ("bf16", 128, 0), ("bf16", 768, 32768), ("bf16", 1024, 32768), ("bf16", 1100, 0),
+    ("fp16x3", 500, 64000),
+])  # fmt: skip
+def test_accumulators_that_overlay_gradients(
+    precision: str, d: int, overlaid: int, square: bool
+) -> None:
+    """Half of a 16-bit dK overlays its destination if its float32 sums take too much workspace;
+    nearly all of a float32 dK with rows of 2000 bytes, whose accumulators take 2048."""
+    n, item = 65536, config.OPERAND_BYTES[precision]
+    sweep = config.sweep_for(precision, 2 * d, DEVICES["sm_90a"], False)
+    staged = precision == "fp16x3"
     needs = config.Needs(
-        "bf16", False, False, False, True, True, True, sweep, False, overlay_row_bytes=2 * d
+        precision, staged, staged, False, True, True, True, sweep, False, overlay_row_bytes=item * d
     )
     sizes = config.largest_blocks((n, n, d), needs, 2**28, 128, square)
     assert sizes.overlaid == overlaid
@@ -356,20 +363,6 @@ def test_blocks_of_all_keys_have_room_by_default() -> None:
         _, sizes, _ = config.block_sizes_for_all_keys((n, n, 512), needs, 2**28, 128)
         assert (sizes.rows, sizes.overlaid) == (rows, n // 2 if n > 16384 else 0)
     assert config.block_sizes_for_all_keys((98304, 98304, 512), needs, 2**28, 128) is None
-
-
-@pytest.mark.parametrize("square", [False, True])
-def test_accumulators_that_overlay_nearly_all_of_a_gradient(square: bool) -> None:
-    """A float32 dK with rows of 2000 bytes, whose accumulators take 2048, leaves large blocks."""
-    n, d = 65536, 500
-    sweep = config.sweep_for("fp16x3", 1024, DEVICES["sm_90a"], False)
-    needs = config.Needs(
-        "fp16x3", True, True, False, True, True, True, sweep, False, overlay_row_bytes=4 * d
-    )
-    sizes = config.largest_blocks((n, n, d), needs, 2**28, 128, square)
-    assert (sizes.overlaid, sizes.dk_rows) == (64000, n)
-    assert sizes.rows * sizes.columns >= 6144 * 6144
-    assert needs.pass_bytes(sizes, d, 128) <= 2**28
 
 
 def test_a_batch_that_fits_is_one_block() -> None:

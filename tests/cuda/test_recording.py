@@ -129,11 +129,6 @@ def test_any_call_of_info_nce(
     assert counts["totals"] == (not gradient or one_pass or from_dots)
 
 
-def test_queries_of_keys_without_labels_need_no_list() -> None:
-    assert not record(256, 65536, 128, "bf16")["count_queries"]
-    assert record(256, 65536, 128, "bf16", labels=True)["count_queries"] == 1
-
-
 LOSSES: list[dict[str, Any]] = [
     {}, {"row_direction_weight": 0.5, "column_direction_weight": 0.5}, {"bias": -10.0}
 ]  # fmt: skip

@@ -52,7 +52,6 @@ OPTIONS = (
     "-ffp-contract=off",
     "-fno-gnu-unique",
     "-w",
-    "-g1",  # lines, which `_error` reports
 )
 # The functions that the compiler's checks of bounds and alignment call are in runtime/, so the
 # libraries of the compiler are left out
@@ -64,6 +63,7 @@ KERNEL_OPTIONS = (
 )
 MORE_OPTIONS = tuple(os.environ.get("EMULATOR_CXXFLAGS", "").split())  # "-O0 -g": for a debugger
 ORDER_OPTIONS = ("-fsanitize=thread",)  # a call to runtime/order.cpp before each access
+LINE_OPTIONS = ("-g1",)  # lines, which `_error` reports; without them, a kernel compiles sooner
 KERNEL_LIBRARIES = ("-lm", "-lc", "-lgcc")
 RUNTIME_OPTIONS = ("-O3", "-g")
 TIME_LIMIT = 600  # seconds for one compilation
@@ -218,7 +218,14 @@ def compile_source(source: str, options: Sequence[str]) -> str:
         macros.append("-D__CUDA_ARCH_FEAT_SM90_ALL=1")
     files = ("-I", str(HERE / "headers"), "-x", "c++", "-", "-x", "none", *KERNEL_LIBRARIES)
     kernel_options = (*KERNEL_OPTIONS, *(ORDER_OPTIONS if WATCHES_ORDER else ()), *MORE_OPTIONS)
-    return str(_build(host_source(source), "", (*kernel_options, *macros), files))
+    recipe = host_source(source), "", (*kernel_options, *macros), files
+    path = str(_build(*recipe))
+    _recipes[path] = recipe
+    return path
+
+
+# Arguments of `_build` of the libraries that this process has compiled, by path
+_recipes: dict[str, tuple[str, str, tuple[str, ...], tuple[str, ...]]] = {}
 
 
 def kernel(file: str, name: str, arch: str = "sm_90a", **defines: int | str) -> Kernel:
@@ -285,11 +292,13 @@ def _error() -> str:
     text: str = _runtime().emulator_error().decode()
     offset = ctypes.c_uint64()
     library = _runtime().emulator_fault(ctypes.byref(offset)).decode()
-    if library and shutil.which("addr2line"):
-        command = ["addr2line", "-e", library, hex(offset.value)]
+    if library in _recipes and shutil.which("addr2line"):
+        source, suffix, options, files = _recipes[library]
+        with_lines = _build(source, suffix, (*options, *LINE_OPTIONS), files)
+        command = ["addr2line", "-e", str(with_lines), hex(offset.value)]
         line = subprocess.run(command, capture_output=True, text=True).stdout.strip()
         if "?" not in line:  # "?": unknown. Lines of kernels/cuda seem to be in the cache's folder
-            text += f", at {line.removeprefix(f'{Path(library).parent}/')}"
+            text += f", at {line.removeprefix(f'{with_lines.parent}/')}"
     return text
 
 

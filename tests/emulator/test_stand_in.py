@@ -222,31 +222,6 @@ def test_memory_that_is_freed_before_a_copy_shows(cupy: Any) -> None:
     assert wrong > 10
 
 
-@pytest.mark.parametrize(("dtype", "number"), [("float32", 0), ("float64", 1), ("float16", 2)])
-@pytest.mark.parametrize("turned", [(0, 0), (1, 0), (0, 1), (1, 1)])
-def test_products(cupy: Any, dtype: str, number: int, turned: tuple[int, int]) -> None:
-    """cuBLAS: C = 2 op(A) op(B) + 3 C of column-major matrices, two of each."""
-    m, n, k, count = 5, 4, 3, 2
-    rng = np.random.default_rng(0)
-    a, b, c = (rng.integers(-4, 5, (count, *shape)).astype(dtype)
-               for shape in ((k, m), (n, k), (n, m)))  # fmt: skip
-    want = 2 * (b.astype(float) @ a) + 3.0 * c
-    if turned[0]:
-        a = np.ascontiguousarray(a.transpose(0, 2, 1))
-    if turned[1]:
-        b = np.ascontiguousarray(b.transpose(0, 2, 1))
-    scalars = np.array([2.0, 3.0], np.float64 if number == 1 else np.float32)
-    alpha, beta = scalars.ctypes.data, scalars.ctypes.data + scalars.itemsize
-    on = [cupy.asarray(z) for z in (a, b, c)]
-    ones = [z.data.ptr for z in on]
-    cupy.cuda.cublas.gemmStridedBatchedEx(
-        cupy.cuda.device.get_cublas_handle(), *turned, m, n, k, alpha,
-        ones[0], number, a.shape[2], m * k, ones[1], number, b.shape[2], n * k, beta,
-        ones[2], number, m, m * n, count, 70 if number == 1 else 68, -1,
-    )  # fmt: skip
-    np.testing.assert_array_equal(on[2].get(), want.astype(dtype))
-
-
 def test_the_tables_name_tests() -> None:
     """Names of `emulation.LEFT_OUT` and `EVERY` are tests on a GPU, and are in one of both."""
     tests = emulation.ROOT / "tests"

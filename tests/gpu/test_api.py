@@ -34,23 +34,16 @@ def call(loss: str, *args: Any, **options: Any) -> infonce.LossAndGrad:
     return getattr(infonce, f"{loss}_loss_and_grad")(*args, **options)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
-def test_cupy(loss: str, method: str, dtype: Any) -> None:
-    args = arguments(loss, *pairs("partly aligned", 70, 70, 12, dtype, 0))
-    ref = judged(loss, args, scale=6.0)
-    out = call(loss, *map(cupy.asarray, args), scale=6.0, method=method)
+def test_results_are_arrays_of_the_device(method: str) -> None:
+    """Gradients have the dtype of features. (tests/matrix has the numbers.)"""
+    z = [cupy.asarray(side) for side in pairs("random", 20, 20, 8, np.float16, 0)]
+    out = call("clip", *z, scale=6.0, method=method)
     assert isinstance(out.loss, cupy.ndarray)
-    assert out.loss.shape == ()
-    assert abs(float(out.loss) - ref.loss) < 1e-5 * ref.loss
-    for name, want in ref.grads.items():
-        if isinstance(want, np.ndarray):
-            got = getattr(out.grads, name)
-            assert got.dtype == dtype
-            assert_grad(got.get(), want, np.dtype(dtype).name, 6.0, terms=6.0 * 70**-0.5)
-    alone = getattr(infonce, f"{loss}_loss")(*map(cupy.asarray, args), scale=6.0, method=method)
-    assert abs(float(alone) - ref.loss) < 1e-5 * ref.loss
+    assert out.loss.shape == infonce.clip_loss(*z, scale=6.0, method=method).shape == ()
+    for gradient in out.grads[:2]:
+        assert isinstance(gradient, cupy.ndarray)
+        assert gradient.dtype == np.float16
 
 
 @pytest.mark.parametrize("rows", [64, 33])  # halves of gte's gradients: aligned, and copied
@@ -73,16 +66,6 @@ def test_explained_is_the_call_that_runs(
     for name in ("query", "key", "query_gradient", "key_gradient"):  # offsets are of an allocator
         assert getattr(want, name) == getattr(explained, name), name
     assert want == explained
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_scalars_on_the_device(loss: str) -> None:
-    args = [cupy.asarray(z) for z in arguments(loss, *pairs("random", 20, 20, 8, np.float32, 1))]
-    want = call(loss, *args, scale=5.0)
-    for option in ({"scale": cupy.array(5.0)}, {"temperature": cupy.array(0.2)}):
-        got = call(loss, *args, **option)
-        assert abs(float(got.loss - want.loss)) <= 1e-5 * float(want.loss)
-        cupy.testing.assert_allclose(got.grads[0], want.grads[0], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
@@ -162,29 +145,18 @@ def test_jax() -> None:
     assert abs(float(out.loss) - ref.loss) < 1e-5 * ref.loss
 
 
-def test_metrics_and_labels() -> None:
-    query, key = pairs("partly aligned", 50, 80, 8, np.float32, 3)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_wrong_label_spoils_its_row(method: str) -> None:
+    """The host does not read labels on the device."""
+    query, key = map(cupy.asarray, pairs("partly aligned", 50, 80, 8, np.float32, 3))
     labels = np.random.default_rng(0).permutation(80)[:50]
-    for method in METHODS:
-        ranked = method != "fused"
-        got = call("info_nce", cupy.asarray(query), cupy.asarray(key), cupy.asarray(labels),
-                   scale=6.0, method=method, metrics=ranked)  # fmt: skip
-        want = call("info_nce", query, key, labels, scale=6.0, metrics=True)
-        assert (got.metrics is not None) == ranked
-        assert want.metrics is not None
-        if got.metrics is not None:
-            assert got.metrics.top(1) == want.metrics.top(1)
-        assert abs(float(got.loss) - float(want.loss)) < 1e-5
-        wrong = cupy.asarray(np.where(labels == labels[3], 80, labels))
-        rows = infonce.info_nce_loss(
-            cupy.asarray(query), cupy.asarray(key), wrong, scale=6.0, method=method,
-            reduction="none",
-        )  # fmt: skip
-        assert np.flatnonzero(np.isnan(rows.get())).tolist() == [3]
-        mean = call("info_nce", cupy.asarray(query), cupy.asarray(key), wrong, scale=6.0,
-                    method=method)  # fmt: skip
-        assert np.isnan(float(mean.loss))
-        assert all(np.isfinite(cupy.asnumpy(z)).all() for z in mean.grads)
+    labels[3] = 80
+    arrays = query, key, cupy.asarray(labels)
+    rows = infonce.info_nce_loss(*arrays, scale=6.0, method=method, reduction="none")
+    assert np.flatnonzero(np.isnan(rows.get())).tolist() == [3]
+    mean = call("info_nce", *arrays, scale=6.0, method=method)
+    assert np.isnan(float(mean.loss))
+    assert all(np.isfinite(cupy.asnumpy(z)).all() for z in mean.grads)
 
 
 def test_fused_counts_no_ranks() -> None:

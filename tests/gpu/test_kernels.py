@@ -176,23 +176,6 @@ def test_outputs_of_any_strides_and_guards() -> None:
                     assert bool((wholes[name] == 7.0).all())
 
 
-@pytest.mark.parametrize("method", ["tiled", "naive"])
-def test_metrics(method: str) -> None:
-    image, text = pairs("partly aligned", 300, 300, 16, np.float32, 4)
-    options: Any = {"ranks": True, "workspace": 2**19, "method": method}
-    out = run("clip", (image, text), "fp32", 10.0, **options)
-    x = image.astype(np.float64) @ text.astype(np.float64).T
-    stats = out.solution.statistics
-    assert np.array_equal(host(stats.row_rank), (x > np.diag(x)[:, None]).sum(1))
-    assert np.array_equal(host(stats.column_rank), (x > np.diag(x)[None, :]).sum(0))
-    z = np.concatenate([image, text])
-    out = run("nt_xent", (z,), "fp32", 10.0, **options)
-    x = z.astype(np.float64) @ z.astype(np.float64).T
-    np.fill_diagonal(x, -np.inf)
-    positive = x[np.arange(600), (np.arange(600) + 300) % 600]
-    assert np.array_equal(host(out.solution.statistics.row_rank), (x > positive[:, None]).sum(1))
-
-
 @pytest.mark.parametrize(("dtype", "precision"), [CASES[1], CASES[3], CASES[4]])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_workspace_is_a_ceiling(loss: str, dtype: str, precision: str) -> None:

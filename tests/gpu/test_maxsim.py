@@ -243,49 +243,6 @@ def test_same_bits() -> None:
     assert_same_bits(*results)
 
 
-@pytest.mark.parametrize("plain", [False, True])
-@pytest.mark.parametrize("loss", ["clip", "siglip", "lit"])
-def test_options(loss: str, plain: bool) -> None:
-    """All above the scores is what it is for rows: the CPU computes the same in float64.
-
-    `plain`: options with which kernels compute the loss from the matrix of scores."""
-    query, key, masks = draw((9, 6, 9, 12, 16), "float32", True)
-    options: dict[str, Any] = {"scale": 1.5, "weights": np.arange(9.0), "ids": np.arange(9) % 4}
-    if plain:
-        options |= {"token_mean": True, "metrics": loss != "siglip"}
-    elif loss != "siglip":
-        options |= {"label_smoothing": 0.1, "key_bias": np.linspace(-1, 1, 9)}
-    function = getattr(infonce, f"{loss}_loss_and_grad")
-    want = function(query.astype(np.float64), key.astype(np.float64), **masks, **options)
-    arrays = {n: cupy.asarray(v) if isinstance(v, np.ndarray) else v for n, v in options.items()}
-    got = function(cupy.asarray(query), cupy.asarray(key), **on_device(masks), **arrays)
-    near(got.loss, np.asarray(want.loss), 2e-5)
-    for z, wanted in zip(got.grads, want.grads, strict=True):
-        if wanted is not None:
-            near(z, np.asarray(wanted), 2e-5)
-    if want.metrics is not None:
-        np.testing.assert_array_equal(cupy.asnumpy(got.metrics.row_rank), want.metrics.row_rank)
-        near(got.metrics.hardest_negative, want.metrics.hardest_negative, 2e-5)
-
-
-def test_labels_and_losses_of_rows() -> None:
-    query, key, masks = draw((9, 6, 12, 12, 16), "float32", True)
-    labels, grad_out = np.array([3, -1, 0, 11, 5, 5, -1, 2, 1]), np.linspace(-1, 1, 9)
-    options: dict[str, Any] = {"scale": 1.5, "reduction": "none", "wrt": ("key", "scale")}
-    want = infonce.info_nce_loss_and_grad(
-        query.astype(np.float64), key.astype(np.float64), labels=labels, grad_out=grad_out,
-        **masks, **options,
-    )  # fmt: skip
-    got = infonce.info_nce_loss_and_grad(
-        cupy.asarray(query), cupy.asarray(key), labels=cupy.asarray(labels),
-        grad_out=cupy.asarray(grad_out), **on_device(masks), **options,
-    )  # fmt: skip
-    assert got.grads.query is None
-    near(got.loss, want.loss, 2e-5)
-    near(got.grads.key, want.grads.key, 2e-5)
-    near(got.grads.scale, np.asarray(want.grads.scale), 2e-5)
-
-
 def test_scores() -> None:
     query, key, masks = draw((13, 33, 29, 310, 128), "bfloat16", True)
     got = infonce.maxsim_scores(cupy.asarray(query), cupy.asarray(key), **on_device(masks))

@@ -1,13 +1,11 @@
-"""Options of the softmax, sup_con and gte on a GPU, against the specification."""
+"""Limits of logits and gradients of prefixes on a GPU."""
 
 from typing import Any
 
 import numpy as np
 import pytest
-from gpu_problems import ELEMENT_ROUNDOFF, MISSING, find_dtype, smaller
-from host_device import room
-from judge import GRAD_BOUND, assert_grad, assert_loss, largest_logit
-from reference_problems import Problem, each_once
+from gpu_problems import MISSING, find_dtype, smaller
+from judge import GRAD_BOUND, assert_grad, assert_loss, judged
 
 import infonce
 from infonce import spec
@@ -15,197 +13,6 @@ from infonce import spec
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(MISSING), reason=MISSING)]
 if not MISSING:
     import cupy
-
-# info_nce also with sets of positives, and with rows that have none
-NAMES = ("info_nce", "info_nce sets", "info_nce some", "nt_xent", "clip", "lit", "sup_con", "gte")
-REFUSED = {"sup_con": spec.SUP_CON.refused, "gte": spec.GTE.refused}
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"margin": 0.2},
-    {"hardness": 3.0},
-    {"decoupled": True},
-    {"margin": -0.1, "hardness": 1.5, "decoupled": True},
-    {"label_smoothing": 0.1},
-    {"margin": 0.2, "label_smoothing": 0.3},
-    {"key_bias": True},
-    {"false_negative_margin": True},
-    {"key_bias": True, "false_negative_margin": True},
-    {"key_bias": True, "false_negative_margin": True, "hardness": 2.0, "margin": 0.1},
-    {"key_bias": True, "label_smoothing": 0.1},
-]
-MARGINS = [options for options in OPTIONS if "margin" in options]
-PRECISION = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16"}
-BIASES = np.random.default_rng(3).normal(size=2 * 520) * 3
-# tiles of both kinds, narrow rows and wide ones
-SHAPES = [(70, 12), (300, 72), (520, 130), (300, 1100)]
-MANY = smaller((520, 130), (260, 130))
-
-
-def make_problem(name: str, rows: int, width: int, dtype: str, **options: Any) -> Problem:
-    """Unit rows as the dtype has them, queries near their keys."""
-    rng = np.random.default_rng(7)
-    z = rng.standard_normal((2, rows, width)) / width**0.5
-    z[1] += z[0]
-    z /= np.linalg.norm(z, axis=2, keepdims=True)
-    z = z.astype(find_dtype(dtype))
-    name, _, labelled = name.partition(" ")
-    one_array = name in ("nt_xent", "sup_con")
-    labels = None
-    if labelled == "sets":  # of one to five, and of none
-        labels = rng.integers(-1, rows, (rows, 6))
-        labels[:, 1] = np.arange(rows)
-        labels[:, 2:5][rng.random((rows, 3)) < 0.5] = -1
-        labels = each_once(labels)
-        labels[::9] = -3
-    elif labelled == "some":
-        labels = np.where(np.arange(rows) % 4 == 1, -2, rng.permutation(rows))
-    if name == "sup_con":  # classes of many rows, of two, and rows that are alone
-        labels = rng.integers(0, 9, 2 * rows)
-        labels[:10] = np.arange(10) // 2 + 100
-        labels[10:20] = -1
-    softmax = {key: v for key, v in options.items() if key not in REFUSED.get(name, ())}
-    features = (z.reshape(-1, width),) if one_array else (z[0], z[1])
-    if "key_bias" in softmax:
-        softmax["key_bias"] = BIASES[: len(features[-1])]
-    if "false_negative_margin" in softmax:
-        softmax["false_negative_margin"] = clear_margin(z.astype(np.float64), name, labels)
-    return Problem(name, features, scale=20.0, labels=labels, softmax=softmax)
-
-
-def clear_margin(z: Any, name: str, labels: Any = None, normalize: bool = False) -> float:
-    """A margin near 0.1 from which all pairs are far, so that rounding decides about none."""
-    if normalize:
-        z = z / np.linalg.norm(z, axis=2, keepdims=True)
-    query, key = z
-    if name in ("nt_xent", "gte"):
-        query, key = z.reshape(-1, z.shape[2]), z[::-1].reshape(-1, z.shape[2])
-    above = query @ key.T
-    top = np.diag(above)
-    if labels is not None:
-        labels = labels.reshape(len(above), -1)
-        label_logits = np.take_along_axis(above, np.maximum(labels, 0), axis=1)
-        top = np.where(labels < 0, -np.inf, label_logits).max(axis=1)
-    above = above - np.where(np.isneginf(top), np.inf, top)[:, None]
-    if name == "clip":
-        other = key @ query.T
-        above = np.concatenate([above, other - np.diag(other)[:, None]])
-    near = np.sort(above[(above > 0.05) & (above < 0.15)])
-    near = np.concatenate([[0.05], near, [0.15]])
-    widest = np.diff(near).argmax()
-    return float(near[widest : widest + 2].mean())
-
-
-def given_options(problem: Problem) -> dict[str, Any]:
-    return {k: v for k, v in problem.options().items() if k != "weights" and v is not None}
-
-
-def on_gpu(problem: Problem, **options: Any) -> infonce.LossAndGrad:
-    keywords = given_options(problem)
-    for key in ("labels", "ids", "key_bias"):
-        if key in keywords:
-            keywords[key] = cupy.asarray(keywords[key])
-    function = getattr(infonce, f"{problem.name}_loss_and_grad")
-    return function(*map(cupy.asarray, problem.features), **keywords | options)
-
-
-def compare(
-    problem: Problem, got: infonce.LossAndGrad, dtype: str, scale: float = 20.0,
-    off_by: float = 1e-5,
-) -> None:  # fmt: skip
-    """`off_by`: what the gradient of the scale may be off by."""
-    wide = tuple(z.astype(np.float64) for z in problem.features)
-    want = problem._replace(features=wide).reference()
-    hardness = float(problem.softmax.get("hardness", 0.0))  # type: ignore[arg-type]
-    logit = largest_logit(scale + hardness, wide[0], wide[-1])
-    logit += float(np.abs(problem.softmax.get("key_bias", 0.0)).max())  # type: ignore[arg-type]
-    assert_loss(cupy.asnumpy(got.loss), float(want.loss), dtype, logit)
-    terms = scale * len(wide[0]) ** -0.5
-    for name, gradient in want.grads.items():
-        have = getattr(got.grads, name)
-        if isinstance(gradient, np.ndarray) and have is not None:
-            assert_grad(cupy.asnumpy(have), gradient, dtype, logit, terms=terms)
-    np.testing.assert_allclose(float(got.grads.scale), want.grads["scale"], rtol=1e-4, atol=off_by)
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
-@pytest.mark.parametrize(("rows", "width"), SHAPES)
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("name", NAMES)
-def test_specification(
-    name: str, dtype: str, rows: int, width: int, options: dict[str, Any]
-) -> None:
-    problem = make_problem(name, rows, width, dtype, **options)
-    compare(problem, on_gpu(problem), dtype)
-
-
-@pytest.mark.usefixtures("no_few_logits")
-@pytest.mark.parametrize("options", MARGINS, ids=lambda options: "-".join(options))
-@pytest.mark.parametrize("dtype", PRECISION)
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "sup_con"])
-def test_a_margin_beside_feature_gradients(
-    name: str, dtype: str, options: dict[str, Any]
-) -> None:  # fmt: skip
-    """The scale's gradient comes from feature gradients, which are rounded and do not see the
-    margin."""
-    off_by = 1e-5 + 2 * ELEMENT_ROUNDOFF[PRECISION[dtype]]
-    problem = make_problem(name, 300, 72, dtype, **options)
-    loss = spec.LOSSES[problem.name]
-    for side in {*loss.arguments} - {*loss.locked}:
-        compare(problem, on_gpu(problem, wrt=(side, "scale"), method="tiled"), dtype, off_by=off_by)
-    problem = with_ids(make_problem(name, *MANY, dtype, **options))
-    compare(problem, on_gpu(problem, workspace=2**20), dtype, off_by=off_by)
-
-
-def with_ids(problem: Problem) -> Problem:
-    """Normalised; and with pairs that are left out."""
-    if "false_negative_margin" in problem.softmax:
-        z = np.stack(problem.features).astype(np.float64)
-        z = z.reshape(2, -1, z.shape[-1])
-        margin = clear_margin(z, problem.name, problem.labels, normalize=True)
-        softmax = dict(problem.softmax) | {"false_negative_margin": margin}
-        problem = problem._replace(softmax=softmax)
-    if problem.name != "sup_con":
-        rows = len(problem.features[0])
-        problem = problem._replace(ids=np.random.default_rng(1).integers(0, rows, rows))
-    return problem._replace(normalize=True)
-
-
-@pytest.mark.parametrize("options", OPTIONS[1:], ids=lambda options: "-".join(options))
-@pytest.mark.parametrize("name", NAMES)
-def test_normalised_ids_and_little_workspace(name: str, options: dict[str, Any]) -> None:
-    """Several blocks, and gradients of keys by ranges."""
-    problem = with_ids(make_problem(name, 300, 72, "float32", **options))
-    compare(problem, on_gpu(problem, workspace=2**19), "float32")
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
-@pytest.mark.parametrize("few", [True, False])
-@pytest.mark.parametrize("name", NAMES)
-def test_offload(
-    name: str, few: bool, options: dict[str, Any], request: pytest.FixtureRequest
-) -> None:
-    """Chunks of both sides, and everything at once; of `few` logits, or as if they were many."""
-    if not few:
-        request.getfixturevalue("no_few_logits")
-    n, chunk = smaller((300, 60), (80, 32))
-    plain = make_problem(name, n, 72, "float32", **options)
-    for problem in (plain, with_ids(plain)):
-        keywords = given_options(problem)
-        function = getattr(infonce, f"{problem.name}_loss_and_grad")
-        for workspace in (room(chunk, 72, 2 * n, 2 * n, 4, 4), 2**28):
-            got = function(*problem.features, **keywords, offload=True, workspace=workspace)
-            compare(problem, got, "float32")
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
-@pytest.mark.parametrize("name", NAMES)
-def test_same_bits_from_run_to_run(name: str, options: dict[str, Any]) -> None:
-    problem = make_problem(name, *MANY, "bfloat16", **options)
-    first, second = on_gpu(problem), on_gpu(problem)
-    assert float(first.loss) == float(second.loss)
-    for one, other in zip(first.grads, second.grads, strict=True):
-        if one is not None:
-            assert (cupy.asnumpy(one) == cupy.asnumpy(other)).all()
 
 
 def near_each_other(
@@ -276,6 +83,18 @@ def test_both_passes_leave_out_the_same_pairs(
             assert float(row_norms.max()) < rounding
 
 
+def find_clear_margin(features: tuple[Any, ...]) -> float:
+    """A margin near 0.1 from which all pairs are far, so that rounding decides about none."""
+    query, key = features if len(features) == 2 else np.split(features[0], 2)
+    above = []
+    for rows, columns in ((query, key), (key, query)):
+        dots = rows @ (columns if len(features) == 2 else np.concatenate([columns, rows])).T
+        above.append((dots - np.diag(dots)[:, None]).ravel())
+    near = np.sort(np.clip(np.concatenate(above), 0.05, 0.15))
+    widest = np.diff(near).argmax()
+    return float(near[widest : widest + 2].mean())
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["info_nce", "clip", "nt_xent"])
 def test_limits_far_apart(name: str, dtype: str) -> None:
@@ -288,10 +107,17 @@ def test_limits_far_apart(name: str, dtype: str) -> None:
     z[1, :150] += 2 * z[0, 7]
     z /= np.linalg.norm(z, axis=2, keepdims=True)
     z = z.astype(find_dtype(dtype))
-    margin = clear_margin(z.astype(np.float64), name)
     features = (z.reshape(-1, 64),) if name == "nt_xent" else (z[0], z[1])
-    problem = Problem(name, features, scale=100.0, softmax={"false_negative_margin": margin})
-    compare(problem, on_gpu(problem), dtype, 100.0)
+    wide = tuple(side.astype(np.float64) for side in features)
+    options: dict[str, Any] = {"scale": 100.0, "false_negative_margin": find_clear_margin(wide)}
+    want = judged(name, wide, **options)
+    got = getattr(infonce, f"{name}_loss_and_grad")(*map(cupy.asarray, features), **options)
+    assert_loss(cupy.asnumpy(got.loss), float(want.loss), dtype, 100.0)
+    for field, gradient in want.grads.items():
+        if isinstance(gradient, np.ndarray):
+            have = cupy.asnumpy(getattr(got.grads, field))
+            assert_grad(have, gradient, dtype, 100.0, terms=100.0 * len(wide[0]) ** -0.5)
+    np.testing.assert_allclose(float(got.grads.scale), want.grads["scale"], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("place", ["device", "host"])

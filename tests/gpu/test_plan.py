@@ -316,7 +316,7 @@ def test_graphs_of_options(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ("gte", None, {}), ("info_nce", labels(ROWS), {}), ("info_nce", sets, {}),
         ("clip", None, numbers), ("clip", None, vectors), ("clip", None, {"label_smoothing": 0.1}),
         ("info_nce", None, vectors | numbers), ("nt_xent", None, {"false_negative_margin": 0.1}),
-    ), 5):  # fmt: skip
+    ), 4):  # fmt: skip
         kind = {"sup_con": "nt_xent", "gte": "clip"}.get(loss, loss)
         arguments = [features(kind, ROWS, 72, find_dtype(dtype), i) for i in range(2)]
         for i, more in enumerate(row_options or []):

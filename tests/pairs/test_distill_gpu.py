@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_problems import GRAD_BOUND, LOSS_BOUND, MISSING, PRODUCT_ROUNDOFF, find_dtype
+from gpu_problems import GRAD_BOUND, LOSS_BOUND, MISSING, PRODUCT_ROUNDOFF, fewer, find_dtype
 from infonce.kernels.gpu.schedule import Call, tiled_schedule
 
 import infonce
@@ -60,7 +60,7 @@ def test_precisions(
     device: int, dtype: str, precision: str, two_sided: bool, normalize: bool
 ) -> None:
     """Sizes lie on both sides of tiles, and the teacher has wider rows."""
-    m, n = (257, 257) if two_sided else (130, 257)
+    m, n = (150, 150) if two_sided else (130, 257)
     args = [z.astype(find_dtype(dtype)).astype(np.float64) for z in features(m, n, 72, 136)]
     options: dict[str, Any] = {"scale": 6.0, "teacher_scale": 8.0, "two_sided": two_sided}
     options["normalize"] = normalize
@@ -76,7 +76,7 @@ def test_precisions(
 ROUNDED_SCALES = 178.34133533383346, 179.06426606651664
 
 
-@pytest.mark.parametrize("scale", [5.0, 20.0, 50.0, 77.7, 100.0, 200.0, *ROUNDED_SCALES])
+@pytest.mark.parametrize("scale", fewer([5.0, *ROUNDED_SCALES, 20.0, 50.0, 77.7, 100.0, 200.0], 4))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("device", [0, 2])
 @pytest.mark.parametrize("model", ["student", "teacher"])
@@ -104,52 +104,6 @@ def test_probabilities_add_up_to_1_at_high_scales(
         largest = np.abs(want.grads["query"]).max()
         error = np.abs(got.grads.query.get() - want.grads["query"]).max()
         assert error <= (GRAD_BOUND["fp32"] if dtype == "float32" else GRAD_BOUND["bf16"]) * largest
-
-
-@pytest.mark.parametrize("scale", [2.0, 80.0])
-@pytest.mark.parametrize(("m", "n"), [(1, 1), (40, 23), (130, 130)])
-def test_blocks(m: int, n: int, scale: float) -> None:
-    """Little workspace: several blocks, gradients of keys in ranges; logits near and far apart."""
-    args, options = features(m, n), {"scale": scale, "two_sided": m == n}
-    want = reference.distill(*args, **options)
-    wide = placed(args)
-    for workspace in (None, 2**15):
-        keywords = {"workspace": workspace, "grad_dtype": np.float32, **options}
-        check(infonce.distill_loss_and_grad(*wide, **keywords), want, args, "fp64")
-        got = infonce.distill_loss_and_grad(*wide, wrt="key", **keywords)
-        np.testing.assert_allclose(got.grads.key.get(), want.grads["key"], rtol=1e-4, atol=1e-6)
-        got = infonce.distill_loss_and_grad(*wide, wrt=("query", "scale"), **keywords)
-        assert got.grads.key is None
-        check(got, want, args, "fp64")
-
-
-@pytest.mark.parametrize("method", ["auto", "fused", "naive", "tiled"])
-def test_methods_reductions_and_weights(method: str) -> None:
-    args, weights = features(60, 60), np.linspace(0, 2, 60)
-    options: dict[str, Any] = {"scale": 3.0, "teacher_scale": 4.0, "method": method}
-    wide = placed(args)
-    got = infonce.distill_loss_and_grad(*wide, weights=cupy.asarray(weights), **options)
-    del options["method"]
-    want = reference.distill(*args, weights=weights / weights.sum(), **options)
-    check(got, want, args, "fp64")
-    options["method"] = method
-    each = infonce.distill_loss(*wide, reduction="none", **options)
-    np.testing.assert_allclose(each.get(), want.losses, rtol=1e-12)
-    options["scale"] = cupy.asarray(np.float32(3.0))
-    got = infonce.distill_loss_and_grad(*wide, wrt="scale", **options)
-    want = reference.distill(*args, scale=3.0, teacher_scale=4.0)
-    np.testing.assert_allclose(got.grads.scale.get(), want.grads["scale"], rtol=1e-11)
-
-
-@pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float64", "float32")])
-def test_dtypes_of_teachers(dtypes: tuple[str, str]) -> None:
-    """A teacher of another dtype is not rounded to that of the student."""
-    args = features(40, 40)
-    arrays = [*placed(args[:2], dtypes[0]), *placed(args[2:], dtypes[1])[::1]]
-    arrays[3] = cupy.asarray(np.asfortranarray(args[3].astype(np.float32)))
-    want = reference.distill(*(z.get().astype(np.float64) for z in arrays), scale=5.0)
-    got = infonce.distill_loss_and_grad(*arrays, scale=5.0, grad_dtype=np.float32)
-    check(got, want, args, "fp32")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -215,18 +169,3 @@ def test_a_teacher_elsewhere_is_refused() -> None:
     there = cupy.asarray(z)
     with pytest.raises(ValueError, match="teacher_query: expected an array on GPU 0 like query"):
         infonce.distill_loss(there, there, z, z, scale=1.0)
-
-
-@pytest.mark.parametrize("workspace", [2**14, None])  # blocks of chunks, and all at once
-@pytest.mark.parametrize(("m", "n"), [(40, 40), (40, 23)])
-def test_features_in_host_memory(m: int, n: int, workspace: int | None) -> None:
-    args = features(m, n, 5, 3)
-    options: dict[str, Any] = {"scale": 2.0, "teacher_scale": 3.0, "two_sided": m == n}
-    want = reference.distill(*args, **options)
-    for dtype, tolerance in (("float64", 1e-12), ("float32", 1e-5)):
-        arrays = [z.astype(dtype) for z in args]
-        got = infonce.distill_loss_and_grad(*arrays, offload=True, workspace=workspace, **options)
-        np.testing.assert_allclose(got.loss, want.loss, rtol=tolerance)
-        for name, gradient in want.grads.items():
-            have = getattr(got.grads, name)
-            np.testing.assert_allclose(have, gradient, rtol=tolerance, atol=tolerance)

@@ -7,7 +7,7 @@ import pytest
 from gpu_problems import MISSING, find_dtype
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_problems import one_problem, taken
+from reference_problems import one_problem
 
 import infonce
 from infonce import reference
@@ -30,36 +30,6 @@ WORKSPACES = st.sampled_from([2**19, None])
 def placed(value: Any) -> Any:
     """Arrays, or a tuple of them, on the GPU."""
     return tuple(map(cupy.asarray, value)) if isinstance(value, tuple) else cupy.asarray(value)
-
-
-@pytest.mark.parametrize("method", ["auto", "fused", "naive", "offload"])
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("name", NAMES)
-def test_guides(name: str, normalize: bool, method: str) -> None:
-    """Guides are right in several blocks, with other options, in float64 and float32."""
-    problem = one_problem(name, rows=40)._replace(normalize=normalize)
-    guide = tuple(np.random.default_rng(3).normal(size=(len(problem.features), 40, 5)))
-    softmax = {"guide": guide if len(guide) > 1 else guide[0], "guide_margin": 0.2}
-    softmax |= taken(name, {"hardness": 0.5, "false_negative_margin": 0.4, "margin": 0.1})
-    problem = problem._replace(softmax=softmax)
-    want = problem.reference()
-    options = {k: v for k, v in problem.options().items() if k not in ("weights", "guide")}
-    function = getattr(infonce, f"{name}_loss_and_grad")
-    place = np.asarray if method == "offload" else placed
-    for dtype, tolerance in (("float64", 1e-12), ("float32", 1e-5)):
-        features = [place(z.astype(dtype)) for z in problem.features]
-        arguments = options | {"guide": softmax["guide"]}
-        if method == "offload":
-            arguments |= {"offload": True, "workspace": 2**14}
-        else:
-            arguments |= {"guide": placed(softmax["guide"]), "method": method}
-            arguments["workspace"] = 2**16 if method == "auto" else None
-        got = function(*features, **arguments)
-        np.testing.assert_allclose(cupy.asnumpy(got.loss), want.loss, rtol=tolerance)
-        for argument, gradient in want.grads.items():
-            if gradient is not None:
-                have = cupy.asnumpy(getattr(got.grads, argument))
-                np.testing.assert_allclose(have, gradient, rtol=tolerance, atol=tolerance)
 
 
 SIDES = st.sampled_from([1, 127, 128, 129, 200, 257])

@@ -11,16 +11,12 @@ from infonce.kernels.gpu import config
 from infonce.kernels.problem import Gradients, Problem, uses_moments
 from judge import (
     BFLOAT16,
-    assert_grad,
-    assert_loss,
     cancelling,
     largest_logit,
     scale_size,
     viewed,
 )
 
-import infonce
-from infonce import reference
 from infonce.spec import LOSSES
 
 
@@ -229,48 +225,6 @@ def check(
         limit += tiny * np.sqrt(np.size(want)) + 1e-24 * (precision != "fp64")
         error = float(np.linalg.norm(wide - want))
         assert error <= limit, f"{name}: off by {error:.2e}, bound {limit:.2e}, norm {size:.2e}"
-
-
-def check_positive_ids(
-    loss: str, dtype: str, positive_ids: Any, width: int, names: Any = (), **options: Any
-) -> None:
-    """A public loss with `positive_ids` (of rows, of columns) and the arrays `names`, on the GPU or
-    by `offload`, against the reference."""
-    (rows, columns), scale = map(len, positive_ids), 3.0
-    place = np.asarray if options.get("offload") else cupy.asarray
-    rng = np.random.default_rng(rows)
-    features = [rng.standard_normal((n, width)).astype(find_dtype(dtype)) for n in (rows, columns)]
-    arrays = {
-        "ids": (np.arange(rows) // 4, rng.integers(0, rows // 4 + 1, columns)),
-        "groups": (np.arange(rows) // 9, np.sort(rng.integers(0, 5, columns))),
-        "own": rng.standard_normal((rows, 2, width)).astype(find_dtype(dtype)),
-        "key_bias": rng.standard_normal(columns), "weights": rng.uniform(0.5, 2.0, rows),
-    }  # fmt: skip
-    of_both = positive_ids[0] if loss == "clip" else positive_ids
-    given = {"positive_ids": of_both} | {name: arrays[name] for name in names}
-    weights = given.get("weights", np.ones(rows))
-    options |= {"scale": scale, "normalize": True}
-    if loss == "siglip":
-        options["bias"] = -2.0
-    else:  # a row without a positive has no loss
-        weights = weights * np.isin(*positive_ids)
-        assert weights.any()
-    how = ("method", "offload", "workspace", "in_batch", "wrt")
-    want = getattr(reference, loss)(
-        *features, **{name: value for name, value in options.items() if name not in how},
-        **given | {"weights": weights / weights.sum()},
-    )  # fmt: skip
-    placed = {
-        name: tuple(map(place, value)) if isinstance(value, tuple) else place(value)
-        for name, value in given.items()
-    }
-    got = getattr(infonce, f"{loss}_loss_and_grad")(*map(place, features), **placed, **options)
-    logit = scale - options.get("bias", 0.0) + np.abs(given.get("key_bias", 0.0)).max()
-    assert_loss(float(got.loss), want.loss, dtype, logit)
-    for name, gradient in want.grads.items():
-        if (have := getattr(got.grads, name)) is not None:
-            terms = np.abs(want.losses).max() if np.ndim(gradient) == 0 else 0.0
-            assert_grad(cupy.asnumpy(have), gradient, dtype, logit, terms=terms)
 
 
 SHAPES = [

@@ -39,6 +39,8 @@ CALLS: dict[str, tuple[str, str, int, int, dict[str, Any]]] = {
     "tiled": ("clip", "bfloat16", 700, 200, PORTABLE),
     "tiled fp64": ("nt_xent", "float64", 300, 72, PORTABLE | {"normalize": True, "ids": True}),
     "tiled parts": ("clip", "float32", 300, 129, PORTABLE | {"precision": "bf16x3"}),
+    "tiled tf32": ("clip", "float32", 140, 40, PORTABLE | {"precision": "tf32"}),
+    "tiled fp16": ("clip", "float16", 140, 300, PORTABLE),
     "tiled sigmoid": ("siglip", "bfloat16", 700, 72, PORTABLE),
     "tiled, one slice": ("clip", "bfloat16", 300, 40, PORTABLE | {"normalize": True, "ids": True}),
     "tiled limits": ("clip", "float32", 300, 72, PORTABLE | {"false_negative_margin": 0.1}),
@@ -51,6 +53,8 @@ CALLS: dict[str, tuple[str, str, int, int, dict[str, Any]]] = {
     "sweep, odd tiles": ("clip", "bfloat16", 1152, 256, TILED),
     "sweep, one tile of keys": ("info_nce", "bfloat16", 1100, 256, TILED | {
         "keys": 100, "labels": 100}),
+    "sweep tf32": ("clip", "float32", 300, 72, TILED | {"precision": "tf32"}),
+    "sweep fp16": ("info_nce", "float16", 140, 72, TILED | {"normalize": True, "ids": True}),
     "sweep, one side": ("info_nce", "bfloat16", 400, 256, TILED | {"metrics": True}),
     "sweep with ranks": ("clip", "bfloat16", 400, 256, TILED | {"metrics": True}),
     "one pass": ("info_nce", "bfloat16", 700, 384, TILED),
@@ -91,17 +95,18 @@ SWAP, ONE_TILE = "swap of two ranks", "a rank's block of one tile of keys"
 def run(name: str, seed: int) -> list[bytes]:
     """The bytes of a call's results."""
     import cupy
-    import direct
     import engine
     import ml_dtypes  # noqa: F401  names bfloat16 for NumPy
     import numpy as np
+    import two_ranks
 
     import infonce
 
     if name == SWAP:
-        return [direct.swap_arrays(seed)]
+        return [two_ranks.swap_arrays(seed)]
     if name == ONE_TILE:
-        return [x.tobytes() for x in direct.sweep_sums(direct.Features(1100, 100, 256), seed)]
+        with engine.schedule(seed):
+            return sums_of_a_rank(1100, 100, 256)
     loss, dtype, rows, d, call_options = CALLS[name]
     rng, options = np.random.default_rng(0), {"scale": 10.0, **call_options}
     with cupy.cuda.Device(options.pop("device", 0)), engine.schedule(seed):
@@ -136,6 +141,28 @@ def run(name: str, seed: int) -> list[bytes]:
         if out.metrics is not None:
             results += [x for x in vars(out.metrics).values() if x is not None]
         return [cupy.asnumpy(cupy.asarray(x)).tobytes() for x in results]
+
+
+def sums_of_a_rank(m: int, n: int, d: int) -> list[bytes]:
+    """The sums of rows and of columns that a rank gets from one block of clip."""
+    import cupy
+    import numpy as np
+    from infonce.kernels.gpu import shard
+    from infonce.kernels.problem import Problem
+
+    rng = np.random.default_rng(0)
+    query, key = (
+        cupy.asarray((rng.standard_normal((rows, d)) / d**0.5).astype("bfloat16"))
+        for rows in (m, n)
+    )
+    problem = Problem(
+        query, key, 8.0, 1 / m, cupy.arange(m) * 7 % n, compute_precision="bf16",
+        row_direction_weight=0.5, column_direction_weight=0.5,
+    )  # fmt: skip
+    problem, statistics = shard.VectorsOverRanks().statistics(problem)
+    shard.run_block_pass(problem, False, statistics, None)
+    sides = statistics.rows, statistics.columns
+    return [cupy.asnumpy(x).tobytes() for side in sides for x in (side.max, side.sum)]
 
 
 def use_emulator() -> None:

@@ -14,7 +14,7 @@ from .cuda import stream as streams
 from .cuda.device import Device
 
 
-class ndarray:
+class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
     """An array on a device. `data` is where its first element is."""
 
     __array_priority__ = 100
@@ -170,37 +170,6 @@ def _method(name: str) -> Callable[..., Any]:
 
 for _name in ("sum", "max", "min", "mean", "any", "all", "argmax", "argmin", "argsort", "dot"):
     setattr(ndarray, _name, _method(_name))
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_",
-              "xor", "lshift", "rshift"):  # fmt: skip
-    _function = getattr(operator, _name)
-    _plain = _name.rstrip("_")
-    setattr(
-        ndarray,
-        f"__{_plain}__",
-        lambda self, other, function=_function: apply(function, self, other),
-    )
-    setattr(
-        ndarray,
-        f"__r{_plain}__",
-        lambda self, other, function=_function: apply(function, other, self),
-    )
-
-    def _in_place(self: ndarray, other: Any, function: Any = _function) -> ndarray:
-        run(lambda to, more: np.copyto(to, function(to, more), casting="same_kind"), self, other)
-        return self
-
-    setattr(ndarray, f"__i{_plain}__", _in_place)
-for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
-    _function = getattr(operator, _name)
-    setattr(
-        ndarray,
-        f"__{_name}__",
-        lambda self, other, function=_function: apply(function, self, other),
-    )
-for _name in ("neg", "pos", "abs", "invert"):
-    _function = getattr(operator, _name)
-    setattr(ndarray, f"__{_name}__", lambda self, function=_function: apply(function, self))
-ndarray.__hash__ = None  # type: ignore[assignment]
 
 
 class _Described:
