@@ -85,7 +85,7 @@ __device__ __noinline__ bool has_not_finite(const Matrix& z, i64 row, i64 d, con
 // Writes the products x_ij of own negatives, and their units. `mask` [m, k] tells which count (null: all); `limits` [m]
 // are products above which they do not count (null: none). x_ij is -inf for own negatives that do not count, and NaN if a
 // feature of one that counts is not finite, or if its index is beyond the table.
-extern "C" __global__ void __launch_bounds__(OWN_THREADS, NORM_FACTORS || sizeof(Real) == 8 ? 4 : 6)
+extern "C" __global__ void __launch_bounds__(OWN_THREADS, NORM_FACTORS || sizeof(Real) == 8 || WORDS == 2 ? 4 : 6)
 own_products(const __grid_constant__ OwnNegatives a, const char* mask, i64 mask_row_stride, i64 mask_stride,
              const double* limits) {
   const Group group(a.d, a.parts);
