@@ -143,7 +143,10 @@ own_products(const __grid_constant__ OwnNegatives a, const char* mask, i64 mask_
       const i64 at = i * a.k + first + b;
       if (first + b >= a.k) break;
       if (!counts[b]) {
-        if (group.lane == 0) a.products[at] = beyond[b] ? (Real)NAN_ : (Real)-INFINITY_;
+        if (group.lane == 0) {
+          a.products[at] = beyond[b] ? (Real)NAN_ : (Real)-INFINITY_;
+          if (NORM_FACTORS) a.factors[at] = 0, a.exponents[at] = 0;
+        }
         continue;
       }
       Real product = group.sum(products[b]);
@@ -319,8 +322,9 @@ own_gradients(const __grid_constant__ OwnNegatives a, i64 chunk_groups, const do
             exponent = 0;
           } else {
             Real x[LANE_FEATURES] = {0, 0, 0, 0, 0, 0, 0, 0};
-            if (reads && NORM_FACTORS && exponent) get_row(x, own, rows[b], column, n, exponent);
-            else if (reads && is_own_row(a, rows[b])) arriving[b].get(x, own, rows[b], column, n);
+            const bool has_features = reads && is_own_row(a, rows[b]);
+            if (has_features && NORM_FACTORS && exponent) get_row(x, own, rows[b], column, n, exponent);
+            else if (has_features) arriving[b].get(x, own, rows[b], column, n);
 #pragma unroll
             for (int f = 0; f < LANE_FEATURES; ++f) {
               const Real unit = unit_factor * x[f];

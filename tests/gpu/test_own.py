@@ -287,22 +287,26 @@ def test_biases_of_own_negatives(dtype: str, shift: float) -> None:
     check(z, scale=1.0, own_bias=rng.standard_normal((140, 3)) + shift)
 
 
-def test_invalid_indices_and_biases_spoil_their_row() -> None:
+@pytest.mark.parametrize("normalize", [False, True])
+def test_invalid_indices_and_biases_spoil_their_row(normalize: bool) -> None:
     """The host reads no index and no bias on the device."""
     z, indices, rng = draw_table(30, 6, 40, 9, "float32")
     mask, bias = rng.random((30, 6)) < 0.8, rng.standard_normal((30, 6))
     mask[[3, 7, 11], 1], mask[[5, 12], 1] = True, False
-    indices[[3, 5], 1] = 9, 9
+    indices[[3, 5], 1] = 10**9, 10**9
     indices[[7, 11, 12], 1] = 0
     bias[[7, 11, 12], 1] = np.nan, np.inf, np.nan
     query, key, table = map(cupy.asarray, z)
-    options = {"own": table, "scale": 3.0, "reduction": "none"}
+    options = {"own": table, "scale": 3.0, "reduction": "none", "normalize": normalize}
     options |= {
         name: cupy.asarray(value)
         for name, value in (("own_indices", indices), ("own_mask", mask), ("own_bias", bias))
     }
     losses = infonce.info_nce_loss(query, key, **options)
     assert np.flatnonzero(np.isnan(cupy.asnumpy(losses))).tolist() == [3, 7, 11]
+    # gradients read nothing beyond the table
+    got = infonce.info_nce_loss_and_grad(query, key, **options)
+    assert np.flatnonzero(np.isnan(cupy.asnumpy(got.loss))).tolist() == [3, 7, 11]
     huge = cupy.asarray(indices.astype(np.uint64))
     huge[20, 0] = 2**64 - 1
     options |= {"own_indices": huge, "own_mask": cupy.ones((30, 6), bool)}
