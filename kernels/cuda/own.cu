@@ -75,11 +75,11 @@ __device__ __noinline__ Real multiply_scaled(const Matrix& q, i64 q_row, int q_e
   return (Real)group.sum(product);
 }
 
-// Whether a feature of row `row` of z is not finite.
-__device__ __noinline__ bool has_not_finite(const Matrix& z, i64 row, i64 d, const Group& group) {
+// Whether all features of row `row` of z are finite.
+__device__ __noinline__ bool is_finite_row(const Matrix& z, i64 row, i64 d, const Group& group) {
   float zero_sum = 0;  // of features times 0
   for (i64 k = group.lane; k < d; k += group.lanes) zero_sum += (float)(z.get(row, k) * 0);
-  return group.sum(zero_sum) != 0;  // NaN != 0 is true
+  return group.sum(zero_sum) == 0;  // NaN == 0 is false
 }
 
 // Writes the products x_ij of own negatives, and their units. `mask` [m, k] tells which count (null: all); `limits` [m]
@@ -159,7 +159,7 @@ own_products(const __grid_constant__ OwnNegatives a, const char* mask, i64 mask_
         if (group.lane == 0) a.factors[at] = unit.factor, a.exponents[at] = unit.exponent;
       }
       // The product of a feature that is infinite may be -inf
-      if (!NORM_FACTORS && !isfinite(product) && has_not_finite(own, own_rows[b], a.d, group)) product = (Real)NAN_;
+      if (!NORM_FACTORS && !isfinite(product) && !is_finite_row(own, own_rows[b], a.d, group)) product = (Real)NAN_;
       if (group.lane == 0) a.products[at] = (double)product > limit ? (Real)-INFINITY_ : product;
     }
   }

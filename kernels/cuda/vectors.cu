@@ -8,6 +8,7 @@
 //     vectors/factors.cuh   factors of gradient blocks: ranges, check_spread, factors, divide_factors, to_products
 //     vectors/sigmoid.cuh   the pairwise sigmoid: begin_sigmoid, sigmoid_positives, mark_not_finite
 //     vectors/queries.cuh   queries by key: count_queries, place_queries, list_queries, sort_queries
+//     vectors/reduction.cuh sums and maxima over all thread blocks, for finalize and totals
 //     vectors/shards.cuh    ranks: shard_positives, positives_in_block, merge_sums, sum_over_ranks, add
 #include "vectors/factors.cuh"
 #include "vectors/linear.cuh"

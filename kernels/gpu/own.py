@@ -83,7 +83,8 @@ class OwnNegativesByKernels(OwnNegatives):
         ):
             self.groups *= 2
         self.chunks = -(-d // (lanes * LANE_FEATURES))
-        # sets of groups that share the features of a row
+        self.row_lanes = lanes * self.groups
+        # so many times `row_lanes` share the features of a row
         self.chunk_groups = 1 if m * self.groups >= FEW_GROUPS else self.chunks
         # lanes that share the sums of a row
         self.sum_lanes = min(32, 1 << (k - 1).bit_length())
@@ -108,17 +109,11 @@ class OwnNegativesByKernels(OwnNegatives):
             yield rows, query, keys
 
     def launch(
-        self, kernel: str, rows: slice, query: Array, keys: Array, out: Array = None, /,
+        self, kernel: str, lanes: int, rows: slice, query: Array, keys: Array, out: Array = None, /,
         **arguments: Any,
     ) -> None:  # fmt: skip
-        """Launch a kernel of own.cu for `rows`, whose features are `query` and `keys`. `out`: the
-        gradient of `keys`, if the kernel writes it."""
-        lanes = THREADS // self.groups_per_block * self.groups  # of a row
-        if kernel == "own_sums":
-            lanes = arguments["lanes"] = self.sum_lanes
-        if kernel == "own_gradients":
-            arguments["chunk_groups"] = self.chunk_groups
-            lanes *= self.chunk_groups
+        """Launch a kernel of own.cu for `rows`, whose features are `query` and `keys`, with `lanes`
+        threads for each row. `out`: the gradient of `keys`, if the kernel writes it."""
         arguments["a"] = self._fields(rows, query, keys)
         self.launcher.launch(
             "own.cu", kernel, -(-len(query) * lanes // THREADS), THREADS, arguments,
@@ -171,12 +166,13 @@ class OwnNegativesByKernels(OwnNegatives):
         for rows, query, keys in self._read():
             start = rows.start
             self.launch(
-                "own_products", rows, query, keys, mask=address(mask, start),
+                "own_products", self.row_lanes, rows, query, keys, mask=address(mask, start),
                 mask_row_stride=mask_strides[0], mask_stride=mask_strides[1],
                 limits=address(limits, start),
             )  # fmt: skip
             self.launch(
-                "own_sums", rows, query, keys, rows=sums_fields(stats.rows, start),
+                "own_sums", self.sum_lanes, rows, query, keys, lanes=self.sum_lanes,
+                rows=sums_fields(stats.rows, start),
                 references=address(references, start), pass_scale=pass_scale,
                 positive_logits=address(stats.positive_logits, start),
                 positive_hardness=self.positive_hardness, ranks=address(stats.row_rank, start),
@@ -205,7 +201,8 @@ class OwnNegativesByKernels(OwnNegatives):
                     for to, z in ((dq, query), (dk, keys))
                 )
             self.launch(
-                "own_gradients", rows, query, keys, dk, factors=address(factor, start),
+                "own_gradients", self.row_lanes * self.chunk_groups, rows, query, keys, dk,
+                chunk_groups=self.chunk_groups, factors=address(factor, start),
                 references=address(reference, start), query_gradient=matrix(dq), add=in_place,
                 own_gradient=own_features(dk), log_scale_grad=address(out, start),
                 add_log_scale_grad=add_log_scale_grad,

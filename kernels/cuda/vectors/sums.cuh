@@ -3,6 +3,7 @@
 // `totals` adds up the losses. Logits are in base 2 here, x2 = c x.
 #pragma once
 #include "vectors/factors.cuh"
+#include "vectors/reduction.cuh"
 #include "vectors/running_sums.cuh"
 
 #ifndef LABEL_WEIGHTS
