@@ -72,7 +72,9 @@ _LINE = re.compile(r'#line (\d+) "([^"]+)"')
 _KERNEL = re.compile(r'extern "C" __global__ void\b[^{]*?\b(\w+)\s*\((?:[^(){}]*)\)\s*\{', re.S)
 _CLUSTER = re.compile(r"__cluster_dims__\((\w+)")
 _DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?char (\w+)\[\];")
-_launching = threading.Lock()  # the runtime has the state of one launch
+# Held by a thread that launches, asks for or does work of a stream, or takes memory. The stand-in
+# for CuPy has no other lock: garbage, which any thread may free while it holds one, needs them all
+turn = threading.RLock()
 
 
 class CompileError(RuntimeError):
@@ -266,7 +268,7 @@ class Kernel:
         concurrent = grid if cooperative else self.cluster
         if grid % concurrent:
             raise ValueError(f"{self.name}: expected a multiple of {concurrent} blocks, got {grid}")
-        with _launching:
+        with turn:
             failed = self._run(
                 grid, block, ctypes.c_size_t(shared), ctypes.c_void_p(address), concurrent,
                 ctypes.c_uint64(SEED if seed is None else seed),

@@ -145,7 +145,6 @@ class MemoryPool:
     are those of a pool that wastes nothing."""
 
     def __init__(self, allocator: Any = None) -> None:
-        self._lock = threading.RLock()
         self._free: dict[tuple[Any, int, int], list[Memory]] = defaultdict(list)
         self._blocks: dict[int, Memory] = {}  # in use, by address
         self._used = self._kept = self._total = self._limit = 0
@@ -154,7 +153,7 @@ class MemoryPool:
         if size == 0:
             return MemoryPointer(UnownedMemory(0, 0, self), 0)
         units = -(-size // UNIT) * UNIT
-        with self._lock:
+        with engine.turn:
             if self._limit and self._used + units > self._limit:
                 raise OutOfMemoryError(
                     f"Out of memory allocating {units:,} bytes (allocated so far: {self._used:,} "
@@ -179,7 +178,7 @@ class MemoryPool:
         block = self._blocks.pop(ptr)
         units = -(-block.size // UNIT) * UNIT
         block.spoil()
-        with self._lock:
+        with engine.turn:
             self._used -= units
             self._kept += units
             self._free[block.stream, block.device_id, block.size].append(block)
@@ -191,7 +190,7 @@ class MemoryPool:
         self._kept = 0
 
     def free_all_blocks(self, stream: Any = None) -> None:
-        with self._lock:
+        with engine.turn:
             self._drop()
             self._total = self._used
 

@@ -24,7 +24,6 @@ _addresses = itertools.count(0x1000, 0x10)
 _thread = threading.local()
 _streams: WeakValueDictionary[int, Stream] = WeakValueDictionary()
 events: WeakValueDictionary[int, Event] = WeakValueDictionary()
-_order = threading.RLock()  # a device does one thing after another
 chance = random.Random(0)  # emulation.py seeds it for each test
 SOON = 0.2  # chance that a stream does a piece of work before anyone waits for it
 
@@ -40,7 +39,8 @@ class Stream:
         self.device_id = runtime.getDevice()
         self._written: list[Work] | None = None  # under capture
         self._waiting: deque[Work] = deque()
-        _streams[self.ptr] = self
+        with engine.turn:
+            _streams[self.ptr] = self
 
     @staticmethod
     def from_external(stream: Any) -> Stream:
@@ -61,7 +61,7 @@ class Stream:
         if self._written is not None:
             self._written.append(work)
             return
-        with _order:
+        with engine.turn:
             self._waiting.append(work)
             # In a random schedule, work of other streams than the null stream waits
             delays = engine.SEED != 0 and self.ptr != 0
@@ -73,7 +73,7 @@ class Stream:
 
     def finish(self) -> None:
         """Do all work that waits."""
-        with _order:
+        with engine.turn:
             while self._waiting:
                 self._step()
 
@@ -162,7 +162,7 @@ class _Mark:
 
     def reach(self) -> None:
         """Do the work of the stream up to the mark: the host or another stream waits for it."""
-        with _order:
+        with engine.turn:
             while (stream := self.stream) is not None:
                 stream._step()
 
@@ -212,8 +212,9 @@ def submit(stream: int, work: Work) -> None:
 
 def synchronize_all() -> None:
     """All that was asked for is done, but for what is captured."""
-    for stream in list(_streams.values()):
-        stream.finish()
+    with engine.turn:
+        for stream in list(_streams.values()):
+            stream.finish()
 
 
 def synchronize() -> None:
