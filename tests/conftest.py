@@ -3,6 +3,7 @@ package is not installed."""
 
 import os
 import re
+import signal
 import sys
 from collections import Counter
 from pathlib import Path
@@ -33,6 +34,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
     # and of this one, where a plugin of pytest's may have imported NumPy already
     threadpoolctl.threadpool_limits(int(os.environ["OMP_NUM_THREADS"]))
+
+# Processes in the background of a script ignore Ctrl-C, and so would those that tests interrupt
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 NO_GPU = re.compile(r"\bno GPU\b|cudaError|needs \d GPUs, found 0")  # in reasons of skipped tests
 
