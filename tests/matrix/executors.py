@@ -12,6 +12,7 @@ import importlib.util
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -25,11 +26,10 @@ from infonce.kernels.cpu import backend, schedule
 from infonce.kernels.distill.solve import solver_by_passes
 from infonce.kernels.maxsim import sizes as token_sizes
 from infonce.kernels.offload import backend as offload_backend
-from infonce.kernels.offload import copies
 from problems import TEACHER, Problem
 
 import infonce
-from infonce import reference, spec
+from infonce import dispatch, reference, spec
 from infonce.checks import validation
 from infonce.checks.tokens import METHODS
 
@@ -184,7 +184,7 @@ def with_offload(problem: Problem) -> Result:
     the device as a whole."""
     solve_on_host = functools.partial(offload_backend.solve, device=Host())
     with (
-        mock.patch.object(copies, "solve", solve_on_host),
+        mock.patch.object(dispatch, "backend", return_value=SimpleNamespace(solve=solve_on_host)),
         mock.patch.object(validation, "gpu_missing", return_value=None),
     ):
         if problem.number % 3 == 0:
