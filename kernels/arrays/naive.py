@@ -285,6 +285,6 @@ def _sigmoid(
     if problem.scalar_grads:
         logits = xp.where(g == 0, 0, x.all)  # 0 times the -inf of an excluded pair would be NaN
         logits *= g
-        solution.scale_grad = logits.sum(dtype=np.float64) / problem.scale
+        solution.scale_grad = (logits.sum(dtype=np.float64) + row_nans.sum()) / problem.scale
         solution.bias_grad = g.sum(dtype=np.float64)
     return solution, g

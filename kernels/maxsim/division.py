@@ -96,7 +96,7 @@ def _divide(
 
     # One row block with all queries is best: then a block completes the gradients of its keys
     if m <= sizes.most_rows and m * sizes.query_row <= room // 2:
-        columns = _halve(n, lambda c: m * c * sizes.score * BLOCK_ARRAYS <= room // 4)
+        columns = _fit(n, m * sizes.score * BLOCK_ARRAYS, room // 4)
         if columns >= min(n, LEAST_COLUMNS):
             rest = room - m * sizes.query_row - m * columns * sizes.score * BLOCK_ARRAYS
             piece = _fit_piece(sizes, m, columns, rest)
@@ -109,20 +109,20 @@ def _divide(
     if wants_key:
         key_rows = n if all_keys else min(n, max(1, room // 2 // sizes.key_sums))
         room -= key_rows * sizes.key_sums
-    rows = _halve(min(m, sizes.most_side), lambda r: r * sizes.query_row <= room // 3)
-    columns = _halve(
-        min(n, sizes.most_side), lambda c: rows * c * sizes.score * BLOCK_ARRAYS <= room // 3
-    )
-    if not (rows and columns and has_few_blocks(m, n, rows, columns)):
-        return None
-    if 0 < key_rows < n:
-        columns = min(columns, key_rows)
-        key_rows -= key_rows % columns
-    rest = room - rows * sizes.query_row - rows * columns * sizes.score * BLOCK_ARRAYS
-    piece = _fit_piece(sizes, rows, columns, rest)
-    if not piece:
-        return None
-    return Division(rows, columns, piece, key_rows, keeps_scores, keeps_winners)
+    rows = _fit(min(m, sizes.most_side), sizes.query_row, room // 3)
+    while rows:
+        score_row = rows * sizes.score * BLOCK_ARRAYS
+        columns = _fit(min(n, sizes.most_side), score_row, room // 3)
+        if columns and has_few_blocks(m, n, rows, columns):
+            columns = min(columns, key_rows or n)
+            rest = room - rows * sizes.query_row - columns * score_row
+            piece = _fit_piece(sizes, rows, columns, rest)
+            if piece:
+                if key_rows < n:
+                    key_rows -= key_rows % columns
+                return Division(rows, columns, piece, key_rows, keeps_scores, keeps_winners)
+        rows //= 2  # of which a piece, or more columns, may fit
+    return None
 
 
 def _divide_all_scores(
@@ -168,12 +168,12 @@ def part_room(workspace: int) -> int:
 def _fit_piece(sizes: Sizes, rows: int, columns: int, room: int) -> int:
     """The keys of a piece; 0 if one does not fit."""
     of_pair = sizes.winners + sizes.maxima + 2 * sizes.score  # scores; or dL/ds, in two orders
-    return _halve(columns, lambda keys: keys * (sizes.key_row + rows * of_pair) <= room)
+    return _fit(columns, sizes.key_row + rows * of_pair, room)
 
 
-def _halve(size: int, fits: object) -> int:
-    """The largest of size, size / 2, size / 4, ... that fits; 0 if 1 does not."""
-    assert callable(fits)
-    while size and not fits(size):
-        size //= 2
-    return size
+def _fit(count: int, size: int, room: int) -> int:
+    """The largest of count, count / 2, count / 4, ... of which each takes `size` bytes of the room;
+    0 if 1 does not fit."""
+    while count and count * size > room:
+        count //= 2
+    return count

@@ -37,11 +37,17 @@ def test_float64_rows_keep_their_range_in_float32(method: str, size: float) -> N
 
 @pytest.mark.parametrize("method", METHODS)
 def test_own_keys_that_are_not_finite_spoil_their_row(method: str) -> None:
+    """And the gradient of the scale, also if no row has a positive."""
     query, key, own, _ = problem()
     for row, dot in ((7, -np.inf), (9, np.inf)):
         own[row, 1, 2] = dot * np.sign(query[row, 2])
-    losses = infonce.info_nce_loss(query, key, own=own, scale=3.0, method=method, reduction="none")
+    options: dict[str, Any] = {"own": own, "scale": 3.0, "method": method}
+    losses = infonce.info_nce_loss(query, key, reduction="none", **options)
     assert np.flatnonzero(np.isnan(losses)).tolist() == [7, 9]
+    own[9] = 0
+    for labels in (None, np.full(len(query), -1)):
+        out = infonce.info_nce_loss_and_grad(query, key, labels, **options)
+        assert np.isnan([out.loss, out.grads.scale]).all()
 
 
 def test_without_the_batch_blocks_with_a_positive_are_visited(

@@ -133,11 +133,16 @@ def test_a_copy_of_the_positive_is_not_nearer(dtype: Any, normalize: bool) -> No
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_makes_the_loss_nan(loss: str, method: str, bad: float) -> None:
+    """And the gradient of its scale is not finite, also if no row has a positive."""
     for side in range(1 if loss == "nt_xent" else 2):
         args = arguments(loss, *pairs("random", 20, 20, 3, np.float32, 7))
         args[0][:, 1] = -np.abs(args[0][:, 1])  # all logits with an infinite key are -inf or nan
         args[side][11, 1] = bad
-        assert np.isnan(call(loss, *args, scale=3.0, method=method).loss)
+        calls = [args, [*args, np.full(20, -1)]] if loss == "info_nce" else [args]
+        for each in calls:
+            out = call(loss, *each, scale=3.0, method=method)
+            assert np.isnan(out.loss)
+            assert not np.isfinite(out.grads.scale)
 
 
 @pytest.mark.parametrize("method", ["fused", "tiled"])

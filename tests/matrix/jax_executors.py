@@ -104,7 +104,7 @@ def differentiate(problem: Problem, change: Callable[..., Any], function: Any = 
         objective = jax.value_and_grad(call.objective(function), has_aux=True)
         with errors_of_callbacks():
             (_, out), grads = change(objective)(call.wanted, call.others, call.arrays)
-        return call.result(out, grads)
+            return call.result(out, grads)  # waits for the results
 
 
 @contextlib.contextmanager
@@ -137,7 +137,7 @@ def with_checkpoint(problem: Problem) -> Result:
         objective = jax.value_and_grad(jax.checkpoint(call.objective()), has_aux=True)
         with errors_of_callbacks():
             (_, out), grads = jax.jit(objective)(call.wanted, call.others, call.arrays)
-        return call.result(out, grads)
+            return call.result(out, grads)
 
 
 @add("JAX, vmap", of_jax, draws=14)

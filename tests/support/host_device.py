@@ -55,7 +55,7 @@ class Rows:
         self.normalize, self.length = problem.normalize, np.ones((len(wide), 1), wide.dtype)
         if problem.normalize:
             self.length = np.sqrt((wide * wide).sum(axis=1, keepdims=True))
-            self.length[self.length == 0] = 1
+            self.length[self.length == 0] = np.inf  # a row of zeros has no direction
         self.u = (wide / self.length).astype(np.float64)
 
     def sums(self, segment: Any, count: int, factor: Any = None, order: Any = None) -> Any:
