@@ -110,12 +110,14 @@ def finalize(
     # -inf counts as an excluded pair. So NaN flags are added to losses here. A query that is not
     # finite sets the flag of its row, a key that is not finite sets all flags. A joint loss has B
     # losses and 2B flags: all its rows are keys, so all flags are equal, and the first B suffice
-    nan_flags = backend.row_nans(problem)[: len(losses)]
+    losses = losses + backend.row_nans(problem)[: len(losses)]
     if own is not None:
-        nan_flags = nan_flags + own.row_nans
-    losses = losses + nan_flags
-    if log_scale_grad is not None:  # from moments, which are left out of rows without a positive
-        log_scale_grad = problem.upstream * log_scale_grad + nan_flags
+        losses = losses + own.row_nans
+    if log_scale_grad is not None:
+        # `log_scale_grad` gets no NaN flags. It comes from moments. A logit of NaN or +inf makes a
+        # moment NaN. A logit of -inf is left out of a moment: a key whose logits are all -inf, and
+        # which is no row's positive, leaves `log_scale_grad` finite
+        log_scale_grad = problem.upstream * log_scale_grad
 
     # `pull` is -scale dL/dx at the positives, by all terms of the loss. `inserted_pull` is the part
     # that the gradient pass inserts: the linear terms of the label smoothing add the rest

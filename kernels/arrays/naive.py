@@ -87,9 +87,9 @@ def solve_whole_matrix(problem: Problem, gradients: Gradients | None, vectors: V
         if problem.symmetric or problem.two_sided:  # the softmax of a column has all queries
             finite_rows = finite_rows.all()
         finite &= finite_rows & xp.isfinite(guide_key).all()
-    row_nans = xp.where(finite, 0.0, np.nan)
+    row_nans = feature_nans = xp.where(finite, 0.0, np.nan)
     if problem.known_row_nans is not None:
-        row_nans += problem.known_row_nans
+        row_nans = row_nans + problem.known_row_nans
     own = None
     if problem.bias is not None:
         solution, g = _sigmoid(xp, problem, x, index, row_nans, pairs)
@@ -98,6 +98,11 @@ def solve_whole_matrix(problem: Problem, gradients: Gradients | None, vectors: V
         dense = _Dense(xp, query, key, row_nans)
         solution, g, finalized = _softmax(vectors, problem, x, logits, index, left_out, dense)
         own = finalized.own
+    if solution.scale_grad is not None:
+        # moments leave out rows without a positive, and logits of -inf
+        if own is not None:
+            feature_nans = feature_nans + own.row_nans
+        solution.scale_grad = solution.scale_grad + feature_nans.sum()
     solution.logits = x.all
     if gradients is None:
         return solution
@@ -285,6 +290,6 @@ def _sigmoid(
     if problem.scalar_grads:
         logits = xp.where(g == 0, 0, x.all)  # 0 times the -inf of an excluded pair would be NaN
         logits *= g
-        solution.scale_grad = (logits.sum(dtype=np.float64) + row_nans.sum()) / problem.scale
+        solution.scale_grad = logits.sum(dtype=np.float64) / problem.scale
         solution.bias_grad = g.sum(dtype=np.float64)
     return solution, g

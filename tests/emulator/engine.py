@@ -72,8 +72,8 @@ _LINE = re.compile(r'#line (\d+) "([^"]+)"')
 _KERNEL = re.compile(r'extern "C" __global__ void\b[^{]*?\b(\w+)\s*\((?:[^(){}]*)\)\s*\{', re.S)
 _CLUSTER = re.compile(r"__cluster_dims__\((\w+)")
 _DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?char (\w+)\[\];")
-# Held by a thread that launches, asks for or does work of a stream, or takes memory. The stand-in
-# for CuPy has no other lock: garbage, which any thread may free while it holds one, needs them all
+# Held by a thread that launches, asks for or does work of a stream, or takes memory. There is no
+# second lock: each of these may free garbage, whose end needs all of them
 turn = threading.RLock()
 
 

@@ -148,12 +148,8 @@ def test_features_that_are_not_finite(loss: str, method: str, value: float) -> N
         for where in range(2):
             args = list(arguments(loss, *pairs("random", 70, 70, 9, find_dtype(dtype), 1)))
             args[min(where, len(args) - 1)][5, 2] = value
-            if loss == "info_nce":  # also if no row has a positive
-                out = run(loss, args, precision, 10.0, method=method, labels=np.full(70, -1))
-                assert np.isnan([out.loss, out.grads["scale"]]).all()
             out = run(loss, args, precision, 10.0, method=method)
             assert np.isnan(out.loss)
-            assert not np.isfinite(out.grads["scale"])
             if where == 0 and len(args) == 2:
                 finite = np.delete(np.arange(70), 5)
                 one_sided = loss in ("info_nce", "lit", "siglip")

@@ -151,8 +151,6 @@ def test_own_negatives_that_are_not_finite(dtype: str, normalize: bool) -> None:
         else:
             losses = infonce.info_nce_loss(query, key, **options)
         assert np.flatnonzero(np.isnan(cupy.asnumpy(losses))).tolist() == [3, 7, 9]
-    options |= {"reduction": "mean", "labels": cupy.full(30, -1)}  # no row has a positive
-    assert bool(cupy.isnan(infonce.info_nce_loss_and_grad(query, key, **options).grads.scale))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

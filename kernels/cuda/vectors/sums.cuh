@@ -375,9 +375,9 @@ __device__ __forceinline__ double log_scale_gradient(const FinalizeArguments& f,
 // `at_positives` are the arguments of log_scale_gradient.
 __device__ __forceinline__ void put_row(const FinalizeArguments& f, i64 i, const DirectionLosses& row, double a,
                                         double loss, double log_scale_grad, double at_positives) {
-  const double nan_flag = *f.any_key_not_finite + (f.row_nans ? f.row_nans[i] : 0);
-  f.losses[i] = loss + nan_flag;
-  if (f.log_scale_grad) f.log_scale_grad[i] = log_scale_gradient(f, i, log_scale_grad, at_positives) + nan_flag;
+  f.losses[i] = loss + *f.any_key_not_finite + (f.row_nans ? f.row_nans[i] : 0);
+  // log_scale_grad gets no NaN flag (kernels/between_passes.py says which features leave it finite)
+  if (f.log_scale_grad) f.log_scale_grad[i] = log_scale_gradient(f, i, log_scale_grad, at_positives);
   f.row_loss[i] = row.loss;
   f.row_reference[i] = get_reference(row.lse2);
   put_lse(f, f.row_lse, i, row.lse2);
