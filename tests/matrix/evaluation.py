@@ -107,11 +107,10 @@ def disagreements(name: str, problem: Problem) -> list[str]:
             found.append({"error": str(error).partition(":")[0]})
     right, got = found
     wrong = ["all losses are finite"] if of_features and np.all(got.get("loss", False)) else []
-    # Blocks without a common group are computed or not; 0 times NaN spoils more on arrays; a query
+    # Blocks without a common group are computed or not; 0 times NaN spoils more in "naive"; a query
     # spoils losses of clip through the columns
     skips = bool({"groups", "in_batch"} & {*problem.options})
-    on_arrays = "naive" in name or "arrays" in name
-    spreads = on_arrays and (of_features or "grad_out" in problem.poison)
+    spreads = "naive" in name and (of_features or "grad_out" in problem.poison)
     spreads |= problem.loss in ("clip", "distill") and of_features
     if skips or spreads or EXECUTORS[name].not_finite == "loss":
         right, got = ({k: z for k, z in each.items() if k == "error"} for each in (right, got))

@@ -145,17 +145,15 @@ for _method in spec.CHOICES["method"]:
 
 
 def with_least_workspace(problem: Problem, **settings: Any) -> Result:
-    """The error for too small a workspace names the least one, which suffices. With offload, it is
-    that of the chunks: blocks of few and short rows need more."""
-    room = 1
-    for _ in range(5 if "offload" in settings else 1):
-        try:
-            return with_numpy(problem, workspace=room, **settings)
-        except ValueError as error:
-            least = re.findall(r"^workspace: expected at least (\d+)", str(error))
-            if not least:
-                raise
-            room = max(2 * room, int(least[0]))
+    """The error for too small a workspace names the least one, which suffices."""
+    try:
+        return with_numpy(problem, workspace=1, **settings)
+    except ValueError as error:
+        least = re.findall(r"^workspace: expected at least (\d+)", str(error))
+        if not least:
+            raise
+    # with offload, of the chunks; blocks of a teacher on the device need more
+    room = 2**15 if problem.kind.taught and "offload" in settings else int(least[0])
     return with_numpy(problem, workspace=room, **settings)
 
 

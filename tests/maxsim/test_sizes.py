@@ -1,11 +1,13 @@
 """The sizes of calls on tokens, without CuPy."""
 
+import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from infonce.kernels.gpu.config import DeviceProperties
-from infonce.kernels.maxsim.sizes import TokenCall, TokenSide, gpu_sizes
+from infonce.kernels.maxsim.sizes import TokenCall, TokenSide, cpu_sizes, gpu_sizes
 
 H100 = DeviceProperties("90", 132, 227 * 2**10, 228 * 2**10, 80 * 2**30)
 A100 = DeviceProperties("80", 108, 163 * 2**10, 164 * 2**10, 80 * 2**30)
@@ -28,3 +30,23 @@ def test_sizes_of_a_gpu_by_hand(device: DeviceProperties) -> None:
 def test_sizes_need_no_cupy() -> None:
     code = "import sys; sys.modules['cupy'] = None; import infonce.kernels.maxsim.sizes"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "features", "second_pass"),
+    [((300, 1), (60, 180), 16, False), ((8, 7), (8, 30), 128, True)],
+)
+def test_more_workspace_than_the_least_is_room(
+    query: tuple[int, int], key: tuple[int, int], features: int, second_pass: bool
+) -> None:
+    """Larger blocks, which then fit, leave room for a piece."""
+    query_side, key_side = (TokenSide(*side, "float32", False) for side in (query, key))
+    call = TokenCall(
+        query_side, key_side, features, "fp32", 1, normalize=True, has_second_pass=second_pass
+    )
+    with pytest.raises(ValueError, match="workspace: expected at least") as refused:
+        call.divide(cpu_sizes(call))
+    least = int(re.findall(r"at least (\d+)", str(refused.value))[0])
+    for percent in range(100, 120):
+        enough = replace(call, workspace=least * percent // 100)
+        assert enough.divide(cpu_sizes(enough)).piece
