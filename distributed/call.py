@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from infonce import arrays, dispatch
 from infonce.checks import prefixes
 from infonce.checks.teacher import Teacher
@@ -21,28 +23,37 @@ from .schedule import require_options
 from .transports import choice as transports
 from .transports.base import Transport
 
+REAL = (int, float, np.integer, np.floating)
+
 
 def evaluate(
     kind: Loss, caller_arrays: Sequence[Any], labels: Any, bias: Any, options: Mapping[str, Any],
     rank_options: Mapping[str, Any], with_grad: bool, teacher: Teacher | None = None,
+    refusal: Exception | None = None,
 ) -> Any:  # fmt: skip
     """The result of one call on this rank, for the caller's arrays of this rank's rows.
 
     `rank_options` are the keywords that only the functions of distributed/losses.py have
     (`losses.RANK_OPTIONS`). A call on one rank is a call of `infonce`, except `nt_xent` with
-    labels, which only the functions over ranks take.
+    labels, which only the functions over ranks take. `refusal` is the error of arguments that are
+    no call: then there are no arrays.
     """
     ranks = connect(rank_options["comm"])
-    ranks.timeout, refusal = _read_timeout(rank_options["timeout"])
-    if refusal is None and prefixes.has_prefixes(kind, options):
+    ranks.timeout, not_a_timeout = _read_timeout(rank_options["timeout"])
+    refusal = refusal or not_a_timeout
+    pairs_views = kind.symmetric and not kind.classes
+    is_alone = ranks.size == 1 and not (pairs_views and labels is not None)
+    if refusal is None and not is_alone and prefixes.has_prefixes(kind, options):
         prefix_count = 0
-        dims = options["dims"], options.get("dim_weights")
+        options = prefixes.listed(options)
+        dims, weights = options["dims"], options.get("dim_weights")
 
         def evaluate_prefix(features: Sequence[Any], others: Mapping[str, Any]) -> Any:
             nonlocal prefix_count
             prefix_count += 1
             # `dims` as a rank option: the ranks check that it is the same on all ranks
-            with_dims = {**rank_options, "dims": repr(dims)}
+            shared = [*map(int, dims)], None if weights is None else [*map(float, weights)]
+            with_dims = {**rank_options, "dims": repr(shared)}
             return evaluate(kind, features, labels, bias, others, with_dims, with_grad)
 
         over_prefixes: Any = prefixes.loss_and_grad if with_grad else prefixes.loss
@@ -52,8 +63,7 @@ def evaluate(
             if prefix_count:
                 raise
             refusal = error
-    pairs_views = kind.symmetric and not kind.classes
-    if ranks.size == 1 and not (pairs_views and labels is not None):
+    if is_alone:
         if refusal is not None:
             raise refusal
         require_options(options, rank_options)
@@ -62,7 +72,7 @@ def evaluate(
     features: list[Any] = []
     transport: Transport | None = None
     try:
-        with arrays.use_caller_stream(caller_arrays[0]):
+        with arrays.use_caller_stream(caller_arrays[0] if caller_arrays else None):
             try:
                 features = arrays.natives(caller_arrays, kind.arguments)
             except Exception as error:
@@ -106,9 +116,9 @@ def _read_timeout(timeout: Any) -> tuple[float | None, Exception | None]:
     """The timeout of a call, and the error if it is not one: then all ranks raise the error, within
     the default timeout."""
     if timeout is not None and (
-        isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0
+        isinstance(timeout, bool) or not isinstance(timeout, REAL) or not timeout > 0
     ):
         return TIMEOUT, ValueError(
             f"timeout: expected a positive number of seconds or None, got {timeout!r}"
         )
-    return timeout, None
+    return None if timeout is None else float(timeout), None

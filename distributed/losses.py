@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from infonce import losses as single
@@ -27,7 +27,7 @@ RANK_OPTIONS: dict[str, Any] = {
     "timeout": TIMEOUT,
     "gradient_scale": "global",
 }
-TEACHER_OPTIONS = "teacher_temperature", "teacher_scale", "two_sided"  # of `distill_loss`
+TEACHER_OPTIONS = {"teacher_temperature", "teacher_scale", "two_sided"}  # of `distill_loss`
 # Three texts that docstrings get: after the first sentence, after the parameters, at the end
 BATCH = """\
 The batch is spread over the ranks of `comm`. Each rank passes its own rows. The loss is that of the
@@ -92,8 +92,8 @@ def _over_ranks(function: Callable[..., Any], kind: Loss, with_grad: bool) -> Ca
     defaults = {p.name: p.default for p in positional if p.default is not p.empty}
     least = len(names) - len(defaults)  # the number of arguments without defaults
 
-    @functools.wraps(function)
-    def over_ranks(*args: Any, **options: Any) -> Any:
+    def read_arguments(args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+        """Arguments by name. Those given by name leave the options. TypeError if one is missing."""
         if len(args) > len(names):
             raise surplus(f"infonce.distributed.{function.__name__}()", names, args)
         named = {name: options.pop(name) for name in names if name in options}
@@ -103,21 +103,33 @@ def _over_ranks(function: Callable[..., Any], kind: Loss, with_grad: bool) -> Ca
             arguments = positional_signature.bind(*args, **named).arguments
         else:  # the same result without `bind`, which is too slow for small batches
             arguments = dict(zip(names, args, strict=False)) | named
-        arguments = defaults | arguments
-        caller_arrays = [arguments[name] for name in kind.arguments]
+        return defaults | arguments
+
+    @functools.wraps(function)
+    def over_ranks(*args: Any, **options: Any) -> Any:
         rank_options = {name: options.pop(name, default) for name, default in RANK_OPTIONS.items()}
-        labels, bias = arguments.get("labels"), arguments.get("bias")
-        if not kind.taught:
-            loss, features, loss_options = with_own(kind, caller_arrays, options)
-            return evaluate(loss, features, labels, bias, loss_options, rank_options, with_grad)
-        teacher_options = {name: options.pop(name) for name in TEACHER_OPTIONS if name in options}
-        teacher = Teacher(
-            arguments["teacher_query"], arguments["teacher_key"],
-            **{name.removeprefix("teacher_"): value for name, value in teacher_options.items()},
-        )  # fmt: skip
+        loss, labels, bias, teacher, refusal = kind, None, None, None, None
+        caller_arrays: Sequence[Any] = ()
+        loss_options: Mapping[str, Any] = options
+        try:
+            arguments = read_arguments(args, options)
+            caller_arrays = [arguments[name] for name in kind.arguments]
+            labels, bias = arguments.get("labels"), arguments.get("bias")
+            if kind.taught:
+                names_of_teacher = TEACHER_OPTIONS & options.keys()
+                teacher = Teacher(
+                    arguments["teacher_query"], arguments["teacher_key"],
+                    **{n.removeprefix("teacher_"): options.pop(n) for n in names_of_teacher},
+                )  # fmt: skip
+                loss = teacher.loss
+            else:
+                loss, caller_arrays, loss_options = with_own(kind, caller_arrays, options)
+        except Exception as error:
+            refusal = error  # all ranks learn of it
         return evaluate(
-            teacher.loss, caller_arrays, None, None, options, rank_options, with_grad, teacher
-        )
+            loss, caller_arrays, labels, bias, loss_options, rank_options, with_grad, teacher,
+            refusal,
+        )  # fmt: skip
 
     over_ranks.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[*positional, *keywords]

@@ -34,6 +34,7 @@ def loss(
     `bias` is of SigLIP, `teacher` of distillation; `options` are the keywords that were passed.
     """
     if prefixes.has_prefixes(kind, options):
+        options = prefixes.listed(options)
         arrays.warn_of_lost_gradients(kind, caller_arrays, bias, options)
         result = _in_one_pass(kind, caller_arrays, labels, bias, options, with_grad=False)
         if result is not None:
@@ -66,6 +67,7 @@ def loss_and_grad(
     They are not checked. The arrays `options["out"]`, which are the caller's, are checked.
     """
     if prefixes.has_prefixes(kind, options):
+        options = prefixes.listed(options)
         result = _in_one_pass(kind, caller_arrays, labels, bias, options, with_grad=True)
         if result is not None:
             return result  # type: ignore[no-any-return]

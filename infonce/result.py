@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -93,10 +94,11 @@ class Metrics:
     hardest_negative: Array
 
     def top(self, k: int) -> tuple[float, float | None]:
-        """Shares (0 to 1) of rows, and of columns or None, whose positive is among the best `k`."""
+        """Shares (0 to 1) of rows, and of columns or None, whose positive is among the best `k`;
+        NaN for a rank without rows."""
 
         def fraction(rank: Array) -> float:
-            return float((rank < k).sum()) / len(rank)
+            return float((rank < k).sum()) / len(rank) if len(rank) else math.nan
 
         columns = self.column_rank
         return fraction(self.row_rank), None if columns is None else fraction(columns)

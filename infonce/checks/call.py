@@ -215,7 +215,7 @@ def _add_vectors(
         if reduction != "none":
             problem.common_share = 1.0
     problem.upstream = validation.upstream(xp, get("grad_out", 1.0), reduction, m, shares)
-    if get("groups") is not None or get("in_batch") is False:
+    if get("groups") is not None or not get("in_batch", True):
         default_positives = batch is None and labels is None and positive_ids is None
         _set_groups(problem, loss, static, arrays, options, default_positives)
     if positive_ids is not None and loss.sigmoid:
@@ -269,7 +269,7 @@ def _set_groups(
     """
     xp, sizes = static.xp, (len(arrays[0]), len(arrays[loss.key_argument]))
     groups = options.get("groups")
-    if options.get("in_batch") is False:
+    if not options.get("in_batch", True):
         groups = np.zeros(sizes[0], np.int64), np.ones(sizes[1], np.int64)
     # groups in a GPU's memory are not read on the host: that would wait for the GPU
     host_knows_groups = xp is not np and rows.on_host("groups", groups)
@@ -464,4 +464,5 @@ def _options(loss: Loss, options: Mapping[str, Any], with_grad: bool) -> dict[st
         validation.choice(name, values[name], choices)
     for name in BOOLEAN_OPTIONS:
         validation.flag(name, values[name])
+        values[name] = bool(values[name])  # of NumPy's
     return values

@@ -25,6 +25,14 @@ from . import outputs, validation
 Evaluate = Callable[[Sequence[Array], Mapping[str, Any]], Any]
 
 
+def listed(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options, with a list in place of each iterator: several calls read them."""
+    return {
+        name: list(value) if isinstance(value, Iterator) else value
+        for name, value in options.items()
+    }
+
+
 def has_prefixes(loss: Loss, options: Mapping[str, Any]) -> bool:
     """Whether the call has `dims`, and the loss takes them.
 

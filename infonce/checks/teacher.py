@@ -75,8 +75,8 @@ def add_teacher(loss: Loss, request: Request, features: Sequence[Array], teacher
     problem, static = request.problem, request.static
     scale = problem.scale
     temperatures = teacher.temperature, teacher.scale
-    if temperatures != (None, None):
-        if None not in temperatures:
+    if any(value is not None for value in temperatures):
+        if all(value is not None for value in temperatures):
             raise ValueError("teacher_temperature, teacher_scale: expected one of them, got both")
         try:
             scale = validation.scale(loss, *temperatures, problem.compute_precision)

@@ -5,7 +5,8 @@ The counts follow the schedule: blocks that are visited, halves of a triangle, c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ..kernels.arrays.naive import MATRICES_WITH_OPTIONS
@@ -138,7 +139,7 @@ def _kernel_and_products(
     # the logits of a teacher are computed by the same launches
     teacher = schedule.teacher
     teacher_row_bytes = 0 if teacher is None else teacher.part_bytes * teacher.parts
-    cublas_products = _Products(operands)
+    products: Counter[tuple[int, int, int, bool, int]] = Counter()  # blocks of each form
     for row_block, rows in enumerate(scheduled.grid.rows):
         for column_block in scheduled.grid.visits(row_block):
             columns = scheduled.grid.columns[column_block]
@@ -152,15 +153,13 @@ def _kernel_and_products(
             # a block of one pass has a second launch, `check_references`
             launches += 1 + (scheduled.purpose is Purpose.ONE_PASS)
             if scheduled.dq_accumulator is not None and not scheduled.in_registers:
-                cublas_products.add(
-                    m, n, 0, is_key_side=False, dq_copies=scheduled.dq_accumulator.dq_copies
-                )
+                products[m, n, 0, False, scheduled.dq_accumulator.dq_copies] += 1
             # if queries are the keys, the product for dQ gives a diagonal block's whole gradient
             dq_is_whole_gradient = schedule.call.symmetric and rows == columns
             dk_accumulator = None if dq_is_whole_gradient else scheduled.dk_accumulator
             if dk_accumulator is not None and not scheduled.in_registers:
-                border = dk_accumulator.first_row - columns.start
-                cublas_products.add(m, n, border, is_key_side=True)
+                border = min(max(dk_accumulator.first_row - columns.start, 0), n)
+                products[m, n, border, True, 1] += 1
     writes_blocks = scheduled.gradients and not scheduled.in_registers
     written_bytes = computed_logits * item_bytes if writes_blocks else 0
     written_bytes += schedule.cached["exponentials"] if scheduled.caching_kernel else 0
@@ -173,44 +172,40 @@ def _kernel_and_products(
     # cached exponentials are read, and overwritten by gradient blocks
     moved_bytes = read_bytes + written_bytes + 2 * cached_bytes
     yield kernel, len(scheduled.grid), launches, flops, moved_bytes
-    if cublas_products.number:
+    if products:
         sides = ("dQ", scheduled.dq_accumulator), ("dK", scheduled.dk_accumulator)
         gradients = " and ".join(side for side, accumulator in sides if accumulator is not None)
-        yield (
-            f"cuBLAS: {gradients}",
-            0,
-            cublas_products.number,
-            cublas_products.flops,
-            cublas_products.bytes,
-        )
+        yield f"cuBLAS: {gradients}", 0, *_count_products(products, operands)
 
 
-class _Products:
-    """The number, operations and bytes of matrix products by cuBLAS."""
+def _count_products(
+    products: Mapping[tuple[int, int, int, bool, int], int], operands: Operands
+) -> tuple[int, float, float]:
+    """The number, operations and bytes of matrix products by cuBLAS, of blocks by their form.
 
-    def __init__(self, operands: Operands) -> None:
-        self.operands, self.number, self.flops, self.bytes = operands, 0, 0.0, 0.0
+    The form of a block of m x n logits: (m, n, border, is_key_side, dq_copies).
 
-    def add(self, m: int, n: int, border: int, *, is_key_side: bool, dq_copies: int = 1) -> None:
-        """Add the products of a block of m x n logits that compute dK (`is_key_side`) or dQ.
-
-        `border`: the first key whose accumulator is in the workspace, counted from the first key of
-        the block. A border within the block divides the products (`divide_keys`); a border at its
-        first key, or outside, divides nothing.
-        `dq_copies`: partial sums of dQ that are computed at once.
-        """
-        precision, width = self.operands.precision, self.operands.gradient_features
-        sum_bytes, item_bytes = config.ACCUMULATOR_BYTES[precision], self.operands.item
+    border : the first key whose accumulator is in the workspace, counted from the first key of the
+        block. A border within the block divides the products (`divide_keys`); a border at its first
+        key, or outside, divides nothing
+    is_key_side : the products compute dK; otherwise dQ
+    dq_copies : partial sums of dQ that are computed at once
+    """
+    precision, width = operands.precision, operands.gradient_features
+    sum_bytes, item_bytes = config.ACCUMULATOR_BYTES[precision], operands.item
+    number, flops, moved = 0, 0.0, 0.0
+    for (m, n, border, is_key_side, dq_copies), blocks in products.items():
         for keys in divide_keys(m, n, width, precision, border):
             rows, terms = m, keys.stop - keys.start
             if is_key_side:
                 rows, terms = terms, rows
             for product in divide_terms(precision, terms, dq_copies, overwrites=False):
-                self.number += 1
-                self.flops += 2.0 * rows * width * product.terms * product.batch
+                number += blocks
+                flops += 2.0 * rows * width * product.terms * product.batch * blocks
                 operand_bytes = item_bytes * (rows + width) * product.terms
                 moved_bytes = operand_bytes + 2 * sum_bytes * rows * width  # sums: read, written
-                self.bytes += product.batch * moved_bytes
+                moved += product.batch * moved_bytes * blocks
+    return number, flops, moved
 
 
 def _count_one_launch_work(schedule: Schedule, gpu: DeviceModel) -> Work:

@@ -82,7 +82,7 @@ class Side:
             return g
         if dtype.itemsize > g.itemsize:
             # gradients of very long or short rows may over- or underflow in float32
-            g = g.astype(dtype)
+            g = g.astype(dtype.newbyteorder("="))  # loops take the machine's byte order
         normalization_backward(g, u, dots, norms.inverse[rows])
         if norms.exponent is not None:
             np.ldexp(g, -norms.exponent[rows, None], out=g)
