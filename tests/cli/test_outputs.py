@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from command_line import fail
+from command_line import PNG, fail, succeed
 
 from infonce.cli import loss as loss_command
 
@@ -43,3 +43,49 @@ def test_no_output_replaces_an_input(tmp_path, monkeypatch, output, arguments):
         assert f"{output}: expected another name, {path.relative_to(tmp_path)} is an input" in error
     assert len(inputs) >= 6
     assert {path.read_text() for path in inputs} == {"precious"}
+
+
+OUTPUTS = {  # a call that writes `file`
+    "loss --plot": lambda pair, file: ("loss", *pair[:2], *SEVERAL, "--plot", file),
+    "loss --grad-out": lambda pair, file: (
+        "loss", *pair[:2], "--scale", 1, "--grad-out", file.parent, "--force"
+    ),
+    "bench --output": lambda _, file: (
+        "bench", "--sizes", 32, "--repeat", 1, "--methods", "numpy", "--output", file
+    ),
+    "bench --plot": lambda _, file: (
+        "bench", "--sizes", 32, "--repeat", 1, "--methods", "numpy", "--plot", file
+    ),
+    "demo --output": lambda _, file: ("demo", "--epochs", 1, "--output", file),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes and links of a POSIX system")
+@pytest.mark.parametrize("call", OUTPUTS)
+def test_only_files_are_replaced(pair, tmp_path, call):
+    """A pipe, a folder and a link without a file are refused. A link to a file stays a link."""
+    pytest.importorskip("matplotlib")
+    if call.startswith("demo"):
+        pytest.importorskip("sklearn")
+    out = tmp_path / "out"
+    out.mkdir()
+    file, target = out / "scalars.json", tmp_path / "target"
+    arguments = OUTPUTS[call](pair, file)
+    for make, kind in (
+        (os.mkfifo, "a pipe, a device or a broken link"),
+        (os.mkdir, "a folder"),
+        (lambda file: file.symlink_to("none"), "a pipe, a device or a broken link"),
+        (lambda file: file.symlink_to(file), "a pipe, a device or a broken link"),
+    ):
+        make(file)
+        before = file.lstat()
+        assert f"{file}: expected a file or none, got {kind}" in fail(*arguments)
+        assert file.lstat() == before
+        assert list(out.iterdir()) == [file]
+        file.rmdir() if kind == "a folder" else file.unlink()
+    target.write_text("old")
+    file.symlink_to(os.path.join("..", "target"))
+    succeed(*arguments)
+    assert file.readlink() == type(file)("..", "target")
+    is_json = call in ("loss --grad-out", "bench --output")
+    assert target.read_bytes().startswith(b"{" if is_json else PNG)
