@@ -2,6 +2,7 @@
 
 import os
 
+import numpy as np
 import pytest
 from command_line import PNG, fail, succeed
 
@@ -89,3 +90,32 @@ def test_only_files_are_replaced(pair, tmp_path, call):
     assert file.readlink() == type(file)("..", "target")
     is_json = call in ("loss --grad-out", "bench --output")
     assert target.read_bytes().startswith(b"{" if is_json else PNG)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="names of files are bytes")
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--temperature", 1, "--grad-out", "gradients\udcff"),
+        ("--temperature", "1,2", "--plot", "plot\udcff.png"),
+        ("--temperature", "1,2", "--plot", "plot\udcff.png", "--compare"),
+    ],
+)
+def test_names_that_are_no_text(pair, tmp_path, monkeypatch, options):
+    """stdout and a plot show them with escapes; a plot takes no name for mathematics."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    error = fail("loss", "none\udcff.npy", "text.npy", *options)
+    assert error == "infonce: error: none\\udcff.npy: no such file or folder\n"
+    np.save("$\\x$\udcff.npy", pair[2])
+    printed = succeed("loss", "$\\x$\udcff.npy", "text.npy", *options)
+    assert "$\\x$\\udcff.npy" in printed
+
+
+@pytest.mark.skipif(os.name != "posix", reason="names of files are bytes")
+def test_a_name_of_the_demo_that_is_no_text(tmp_path):
+    pytest.importorskip("sklearn")
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "demo\udcff.png"
+    assert "wrote " in succeed("demo", "--epochs", 1, "--output", file).splitlines()[-1]
+    assert file.exists()
