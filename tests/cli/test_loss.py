@@ -262,13 +262,7 @@ def test_colons_in_names(pair, tmp_path, file):
     np.savez(tmp_path / "a.npz", x=pair[3])
     np.savez(tmp_path / file, pair[2])
     np.testing.assert_array_equal(open_embeddings(str(tmp_path / file)), pair[2])
-    arrays = {
-        "b": pair[2],
-        "x:y": pair[2] + 1,
-        "x:": pair[2] + 2,
-        "": pair[2] + 3,
-        "c.npz:z": pair[2] + 4,
-    }
+    arrays = {key: pair[2] + i for i, key in enumerate(("b", "x:y", "x:", "", "c.npz:z"))}
     np.savez(tmp_path / file, **arrays)
     for key, array in arrays.items():
         np.testing.assert_array_equal(open_embeddings(f"{tmp_path / file}:{key}"), array)
