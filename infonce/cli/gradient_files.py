@@ -45,6 +45,8 @@ def check_gradient_files(
             require_file_or_none(path)
             if path.exists() and not force:
                 raise FileExistsError(f"{path} exists; --force overwrites it")
+        if len({path.resolve() for path in files}) < len(files):
+            raise FileExistsError(f"{folder}: expected different files, got links to the same file")
 
 
 @contextmanager

@@ -39,6 +39,16 @@ def test_nothing_is_overwritten_without_force(pair, tmp_path, existing):
     assert len(list(out.iterdir())) == 3
 
 
+def test_gradients_do_not_share_a_file(pair, tmp_path):
+    (tmp_path / "target").write_text("precious")
+    (tmp_path / "out").mkdir()
+    for name in ("image.npy", "text.npy"):
+        (tmp_path / "out" / name).symlink_to(tmp_path / "target")
+    error = fail("loss", *pair[:2], "--scale", 2, "--grad-out", tmp_path / "out", "--force")
+    assert "out: expected different files, got links to the same file" in error
+    assert (tmp_path / "target").read_text() == "precious"
+
+
 def test_folder_that_cannot_be_written(pair, tmp_path, monkeypatch):
     base = ("loss", *pair[:2], "--scale", 2, "--grad-out")
     monkeypatch.setattr(embeddings, "open_embeddings", None)  # refused before anything is read
