@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from typing import Any, NoReturn
 
@@ -34,6 +35,8 @@ class _Commands(click.Group):
         return super().resolve_command(ctx, args)
 
     def main(self, *args: Any, **extra: Any) -> Any:
+        if isinstance(sys.stdout, io.TextIOWrapper):  # names of files can be what it cannot encode
+            sys.stdout.reconfigure(errors="backslashreplace")
         try:
             code = super().main(*args, **{**extra, "standalone_mode": False})
         except click.ClickException as error:

@@ -239,13 +239,19 @@ def _status(field: str) -> int | None:
 def check_destination(path: Path) -> None:
     """Refuse, before any work, a file that could not be written at its end."""
     with one_line_errors():
-        if path.is_dir():
-            raise IsADirectoryError(f"{path}: expected a file name, got a folder")
+        require_file_or_none(path)
         require_folder(path.parent)
-        temporary = temporary_name(path)
+        temporary = temporary_name(path.resolve())
         with errors_name(path):
             temporary.touch()
             temporary.unlink()
+
+
+def require_file_or_none(path: Path) -> None:
+    """Refuse a name that `written_together` could not give to a file."""
+    if os.path.lexists(path) and not path.is_file():
+        kind = "a folder" if path.is_dir() else "a pipe, a device or a broken link"
+        raise FileExistsError(f"{path}: expected a file or none, got {kind}")
 
 
 def require_folder(path: Path) -> None:
@@ -265,17 +271,20 @@ def refuse_inputs(option: str, outputs: Iterable[Path], inputs: Iterable[Path]) 
 def written_together(paths: Sequence[Path]) -> Iterator[list[Path]]:
     """Context with temporary files that replace `paths` at the end. On an error no path changes.
 
+    A symbolic link stays, and the file behind it is replaced.
+
     All are on disk before the first is renamed. If the process is killed, temporary files stay; if
     it is stopped between two renames, some files are new and some old, and each is complete.
     """
-    temporaries = [temporary_name(path) for path in paths]
+    targets = [path.resolve() for path in paths]
+    temporaries = [temporary_name(target) for target in targets]
     try:
         with errors_name(paths[0] if len(paths) == 1 else paths[0].parent):
             yield temporaries
             for temporary in temporaries:
                 _sync(temporary)
-            for temporary, path in zip(temporaries, paths, strict=True):
-                os.replace(temporary, path)
+            for temporary, target in zip(temporaries, targets, strict=True):
+                os.replace(temporary, target)
     finally:
         for temporary in temporaries:
             temporary.unlink(missing_ok=True)

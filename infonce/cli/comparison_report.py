@@ -9,7 +9,7 @@ import numpy as np
 
 from ..comparison import MEASURES, Comparison, PrecisionError
 from .common import stdout
-from .loss_report import facts_table, numbers_table, set_log_axes
+from .loss_report import facts_table, input_names, numbers_table, set_log_axes
 
 
 def table(found: Comparison, report: Mapping[str, Any]) -> None:
@@ -26,7 +26,7 @@ def table(found: Comparison, report: Mapping[str, Any]) -> None:
     console.print(facts_table(report))
 
 
-def figure(figures: Any, found: Comparison, source: str) -> Any:
+def figure(figures: Any, found: Comparison, report: Mapping[str, Any]) -> Any:
     """The errors against the temperature, on logarithmic axes; `figures` is matplotlib.figure.
 
     An error of 0 has no place on such an axis, and is left out. The share of lost elements has a
@@ -39,7 +39,8 @@ def figure(figures: Any, found: Comparison, source: str) -> Any:
     precisions = list(dict.fromkeys(precision for precision, _ in lines))
     drawing = figures.Figure(figsize=(9, 6.5), layout="constrained")
     shapes = ", ".join(" x ".join(map(str, shape)) for shape in found.shapes.values())
-    drawing.suptitle(f"{found.loss} loss of {source} ({shapes}), relative to float64", fontsize=9)
+    title = f"{found.loss} loss of {input_names(report)} ({shapes}), relative to float64"
+    drawing.suptitle(title, fontsize=9, parse_math=False)
     panels = drawing.subplots(2, 2, sharex=True).flat
     for axes, (title, measure) in zip(panels, MEASURES.items(), strict=True):
         is_share = title == "lost to underflow"

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +44,11 @@ class LossFiles:
     guides: Sequence[str]  # sources: none, one, or one for rows and one for columns
 
     def paths(self) -> list[Path]:
-        """All files, without keys."""
+        """All files, without keys, and folders with their shards."""
         sources = (*self.features.values(), *self.teacher.values(), *self.guides)
         files = [split(source)[0] for source in sources]
-        return [*files, *self.arrays.values(), *chain(*self.sides.values())]
+        shards = chain.from_iterable(map(shard_paths, files))
+        return [*files, *shards, *self.arrays.values(), *chain(*self.sides.values())]
 
     def open_features(self) -> dict[str, Any]:
         return {name: open_embeddings(source) for name, source in self.features.items()}
@@ -110,11 +111,13 @@ def _with_bfloat16(array: Any) -> Any:
 def split(source: str) -> tuple[Path, str | None]:
     """The path, and the array's name if one follows a colon.
 
-    A colon counts only behind a suffix of `KEYED`, and only if no file has the whole name.
+    The path is the longest that exists: names of files and of arrays can have colons, too.
     """
-    path, colon, key = source.rpartition(":")
-    if colon and path.endswith(KEYED) and not Path(source).exists():
-        return Path(path), key
+    if not Path(source).exists():
+        for colon in reversed([*re.finditer(":", source)]):
+            path = Path(source[: colon.start()])
+            if path.suffix in KEYED and path.is_file():
+                return path, source[colon.end() :]
     return Path(source), None
 
 
@@ -160,7 +163,7 @@ def _pick(path: Path, keys: list[str], key: str | None) -> str:
         raise Misuse(f"{path}: expected one array, got the arrays {names}{example}")
     if key is not None and key not in keys:
         raise Misuse(f"{path}: no array {key!r}; it has {names}")
-    return key or keys[0]
+    return keys[0] if key is None else key
 
 
 def _npz(path: Path, key: str | None) -> Any:
@@ -221,12 +224,18 @@ def _shards(folder: Path) -> Any:
 
     A single shard stays mapped; several are copied shard by shard.
     """
-    paths = sorted(folder.glob("*.npy"), key=lambda p: [int(d) for d in _digits(p)])
+    paths = shard_paths(folder)
     if not paths:
         raise Misuse(f"{folder}: expected .npy shards in this folder, got none")
     series = sorted({re.sub(r"\d+", "#", path.name) for path in paths})
     if len(series) > 1:
         raise Misuse(f"{folder}: expected one series of shards, got {some(series)}")
+    for path, following in pairwise(paths):
+        if _numbers(path) == _numbers(following):
+            raise Misuse(
+                f"{folder}: expected shards of different numbers, got {path.name} and "
+                f"{following.name}"
+            )
     shards = [open_npy(path) for path in paths]
     first = shards[0]
     for path, shard in zip(paths, shards, strict=True):
@@ -243,5 +252,10 @@ def _shards(folder: Path) -> Any:
     return np.concatenate(shards, out=joined)
 
 
-def _digits(path: Path) -> list[str]:
-    return re.findall(r"\d+", path.stem)
+def shard_paths(folder: Path) -> list[Path]:
+    """The shards in a folder, by the numbers in their names."""
+    return sorted(folder.glob("*.npy"), key=lambda path: (_numbers(path), path.name))
+
+
+def _numbers(path: Path) -> list[int]:
+    return [int(digits) for digits in re.findall(r"\d+", path.stem)]

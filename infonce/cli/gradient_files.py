@@ -16,6 +16,7 @@ from .common import (
     errors_name,
     one_line_errors,
     refuse_inputs,
+    require_file_or_none,
     require_folder,
     to_json,
     written_together,
@@ -40,11 +41,12 @@ def check_gradient_files(
             raise PermissionError(f"{place}: expected a folder that can be written to")
         files = [folder / name for name in (*(f"{name}.npy" for name in names), SCALARS)]
         refuse_inputs("--grad-out", [folder, *files], inputs)
-        for path in filter(Path.exists, files):
-            if not path.is_file():
-                raise FileExistsError(f"{path}: expected a file or none")
-            if not force:
+        for path in files:
+            require_file_or_none(path)
+            if path.exists() and not force:
                 raise FileExistsError(f"{path} exists; --force overwrites it")
+        if len({path.resolve() for path in files}) < len(files):
+            raise FileExistsError(f"{folder}: expected different files, got links to the same file")
 
 
 @contextmanager

@@ -271,9 +271,7 @@ def loss(
         report["options"]["grad_dtype"] = grad_dtype
     if plot is not None and is_finite:
         if compares:
-            drawing = comparison_report.figure(
-                figures, found, ", ".join(dict.fromkeys(sources.values()))
-            )
+            drawing = comparison_report.figure(figures, found, report)
         else:
             drawing = loss_report.figure(figures, report)
         with written_whole(plot) as temporary:

@@ -241,12 +241,18 @@ def figure(figures: Any, report: Mapping[str, Any]) -> Any:
         losses = [run["value"]["unweighted"][side] for run in runs]
         if None not in losses:
             axes.plot(temperatures, losses, ".--", label=f"{_mean(report)}, {side}")
-    inputs = ", ".join(dict.fromkeys(entry["source"] for entry in report["inputs"].values()))
-    axes.set_title(f"{report['loss']} loss of {inputs}", fontsize=9)
+    title = f"{report['loss']} loss of {input_names(report)}"
+    axes.set_title(title, fontsize=9, parse_math=False)
     axes.set(xlabel="temperature", ylabel="loss")
     set_log_axes(axes, temperatures)
     axes.legend()
     return drawing
+
+
+def input_names(report: Mapping[str, Any]) -> str:
+    """The sources of the inputs, for a title: bytes of a file's name that are no text escaped."""
+    sources = dict.fromkeys(entry["source"] for entry in report["inputs"].values())
+    return ", ".join(sources).encode(errors="backslashreplace").decode()
 
 
 def set_log_axes(axes: Any, temperatures: Sequence[float], log_values: bool = True) -> None:

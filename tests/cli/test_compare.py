@@ -64,7 +64,8 @@ def test_a_plot_of_a_comparison(tmp_path):
     succeed(*RANDOM, "--compare", "--plot", file)
     assert file.read_bytes().startswith(PNG)
     found = infonce.compare("clip", rows=64, dim=16, cosine=0.95, temperature=(0.1, 0.02))
-    drawing = comparison_report.figure(importlib.import_module("matplotlib.figure"), found, "x")
+    figures, report = importlib.import_module("matplotlib.figure"), {"inputs": {}}
+    drawing = comparison_report.figure(figures, found, report)
     loss, *_, lost = drawing.axes
     assert loss.get_xscale() == loss.get_yscale() == "log"
     names = [f"{e.precision}, {e.grad_dtype}" for e in found.errors[:7]]

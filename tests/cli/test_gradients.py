@@ -39,6 +39,16 @@ def test_nothing_is_overwritten_without_force(pair, tmp_path, existing):
     assert len(list(out.iterdir())) == 3
 
 
+def test_gradients_do_not_share_a_file(pair, tmp_path):
+    (tmp_path / "target").write_text("precious")
+    (tmp_path / "out").mkdir()
+    for name in ("image.npy", "text.npy"):
+        (tmp_path / "out" / name).symlink_to(tmp_path / "target")
+    error = fail("loss", *pair[:2], "--scale", 2, "--grad-out", tmp_path / "out", "--force")
+    assert "out: expected different files, got links to the same file" in error
+    assert (tmp_path / "target").read_text() == "precious"
+
+
 def test_folder_that_cannot_be_written(pair, tmp_path, monkeypatch):
     base = ("loss", *pair[:2], "--scale", 2, "--grad-out")
     monkeypatch.setattr(embeddings, "open_embeddings", None)  # refused before anything is read
@@ -47,8 +57,6 @@ def test_folder_that_cannot_be_written(pair, tmp_path, monkeypatch):
     parent = tmp_path / "no" / "such"
     assert f"{parent}: expected a folder that exists" in fail(*base, parent / "parent")
     assert "expected a folder, got a file" in fail(*base, pair[0])
-    (tmp_path / "out" / "text.npy").mkdir(parents=True)
-    assert "expected a file or none" in fail(*base, tmp_path / "out", "--force")
     monkeypatch.setattr(gradient_files.os, "access", lambda *_: False)
     assert f"{tmp_path}: expected a folder that can be" in fail(*base, tmp_path / "new")
 
@@ -114,13 +122,6 @@ def test_an_empty_name_is_refused(pair, tmp_path, monkeypatch, option):
     for command in ("bench", "demo"):
         assert "expected a name, got an empty one" in fail(command, "--output", "")
     assert sorted(tmp_path.iterdir()) == before
-
-
-def test_plot_does_not_overwrite_an_input(pair):
-    image, text, u, _ = pair
-    error = fail("loss", image, text, "--temperature", "1,2", "--plot", image)
-    assert f"--plot: expected another name, {image} is an input" in error
-    np.testing.assert_array_equal(np.load(image), u)
 
 
 def test_disk_that_is_too_small(pair, tmp_path, monkeypatch):

@@ -256,9 +256,16 @@ def test_bfloat16(pair, tmp_path):
         np.testing.assert_array_equal(array.view(np.uint16), u.view(np.uint16))
 
 
-def test_colon_in_a_name(pair, tmp_path):
-    np.savez(tmp_path / "a.npz:b.npz", pair[2])
-    np.testing.assert_array_equal(open_embeddings(str(tmp_path / "a.npz:b.npz")), pair[2])
+@pytest.mark.parametrize("file", ["a.npz", "a.npz:b.npz", "a:b.npz"])
+def test_colons_in_names(pair, tmp_path, file):
+    """Of files and of arrays. Of two files that a name may mean, the longer name counts."""
+    np.savez(tmp_path / "a.npz", x=pair[3])
+    np.savez(tmp_path / file, pair[2])
+    np.testing.assert_array_equal(open_embeddings(str(tmp_path / file)), pair[2])
+    arrays = {key: pair[2] + i for i, key in enumerate(("b", "x:y", "x:", "", "c.npz:z"))}
+    np.savez(tmp_path / file, **arrays)
+    for key, array in arrays.items():
+        np.testing.assert_array_equal(open_embeddings(f"{tmp_path / file}:{key}"), array)
 
 
 def bad_inputs(folder, u):
@@ -290,6 +297,7 @@ def bad_inputs(folder, u):
         "dtype": {"s_0.npy": u, "s_1.npy": u.astype(np.float64)},
         "flat": {"s_0.npy": u[0]},
         "series": {"img_0.npy": u, "text_0.npy": u},
+        "equal": {"s_2.npy": u, "s_1.npy": u, "s_01.npy": u},
         "none": {},
     }
     for name, arrays in shards.items():
@@ -320,6 +328,7 @@ def bad_inputs(folder, u):
         "dtype": "got width 12 and dtype float64",
         "flat": "expected 2 dimensions",
         "series": "img_#.npy, text_#.npy",
+        "equal": "equal: expected shards of different numbers, got s_01.npy and s_1.npy",
         "none": "got none",
     }
 
