@@ -211,9 +211,11 @@ def cases() -> None:
     tokens()
     # prefixes of the features
     for name in ("clip", "siglip"):
+        holds = tuple if RANK % 2 else iter  # on other ranks, numbers may be in something else
         prefixes: dict[str, Any] = {"scale": 2.0, "dims": (1, 3), "dim_weights": (0.5, 2.0)}
         want = getattr(infonce, f"{name}_loss_and_grad")(x, y, **prefixes)
-        got = getattr(distributed, f"{name}_loss_and_grad")(x[rows], y[rows], **prefixes)
+        held = {"dims": holds((1, 3)), "dim_weights": holds((0.5, 2.0))}
+        got = getattr(distributed, f"{name}_loss_and_grad")(x[rows], y[rows], **prefixes | held)
         near(got.loss, want.loss, "loss of prefixes")
         near(got.grads.text, want.grads.text[rows], "d text of prefixes")
         near(got.grads.scale, want.grads.scale, "d scale of prefixes")

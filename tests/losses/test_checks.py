@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bad_calls import CASES, K, Q
+from bad_calls import CASES, OWN, K, Q
 from infonce.kernels.gpu.schedule import choose_method
 from infonce.kernels.problem import Problem
 from judge import LOSSES, arguments, pairs
@@ -13,6 +13,7 @@ from judge import LOSSES, arguments, pairs
 import infonce
 from infonce import dispatch
 from infonce.checks import call as checks
+from infonce.spec import BOOLEAN_OPTIONS
 
 
 def test_lists_say_how_to_make_an_array() -> None:
@@ -102,6 +103,33 @@ def test_scale_as_any_scalar(loss: str) -> None:
     for scalar in (4, np.float32(4), np.array(4.0), np.array(4, np.float16)):
         assert function(*args, scale=scalar) == want
     assert function(*args, temperature=0.25) == want
+
+
+@pytest.mark.parametrize("name", BOOLEAN_OPTIONS)
+def test_flags_of_numpy_are_those_of_python(name: str) -> None:
+    """A call of rows with own negatives, and one of tokens."""
+
+    def outcome(args: Any, options: dict[str, Any], value: Any) -> Any:
+        try:
+            out = infonce.info_nce_loss_and_grad(*args, scale=2.0, **options, **{name: value})
+        except ValueError as error:
+            return str(error)
+        return [out.loss.tolist(), *(np.asarray(z).tolist() for z in out.grads if z is not None)]
+
+    for args, options in (((Q, K), {"own": OWN}), ((Q[None], K[None]), {})):
+        for value in (False, True):
+            assert outcome(args, options, np.bool_(value)) == outcome(args, options, value)
+
+
+@pytest.mark.parametrize("rows", [6, 600])
+def test_iterators_are_read_once(rows: int) -> None:
+    """Few rows make each prefix a call of its own, and many share products."""
+    z = np.random.default_rng(0).standard_normal((2, rows, 8))
+    lists = {"dims": [2, 4, 8], "dim_weights": [1.0, 2.0, 0.5], "wrt": ["text"]}
+    iterators = {name: iter(values) for name, values in lists.items()}
+    want, got = (infonce.clip_loss_and_grad(*z, scale=2.0, **o) for o in (lists, iterators))
+    np.testing.assert_array_equal(got.grads.text, want.grads.text)
+    assert got.grads.image is None
 
 
 def test_siglip_has_defaults_of_its_own() -> None:

@@ -1,6 +1,8 @@
 """What the matrix does not compare: accuracy of a large batch, metrics, logits, destinations, and
 features at the ends of float16's range."""
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -91,6 +93,8 @@ def test_lse_metrics_and_logits(loss: str, method: str, tile_sides: Any) -> None
         np.testing.assert_allclose(out.metrics.column_loss, np.mean(want[1] - at), rtol=1e-11)
         np.testing.assert_array_equal(out.metrics.column_rank, (x > at[None, :]).sum(axis=0))
         assert out.metrics.top(m) == (1.0, 1.0)
+        none = replace(out.metrics, row_rank=out.metrics.row_rank[:0])  # of a rank without rows
+        assert math.isnan(none.top(1)[0])
     else:
         assert out.metrics.column_rank is None
     assert out.metrics.top(1)[0] == np.mean(x.argmax(axis=1) == positives)

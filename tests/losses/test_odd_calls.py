@@ -202,6 +202,18 @@ def test_gradients_with_gaps_are_not(out: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("out", [">f8", ">f4"])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_gradients_of_the_other_byte_order(normalize: bool, out: str, method: str) -> None:
+    z, text = [x.astype(np.float32) for x in Z], np.empty((6, 4), out)
+    options = {"scale": 1.0, "method": method, "normalize": normalize}
+    infonce.clip_loss_and_grad(*z, **options, out={"text": text})
+    native = np.empty((6, 4), text.dtype.newbyteorder("="))
+    infonce.clip_loss_and_grad(*z, **options, out={"text": native})
+    np.testing.assert_array_equal(text, native)
+
+
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("loss", ["info_nce", "clip", "lit"])
 def test_a_weight_of_zero_leaves_out_an_infinite_loss(

@@ -58,6 +58,12 @@ def test_temperatures_are_inverse_scales() -> None:
     np.testing.assert_allclose(shared, infonce.distill_loss(*args, scale=2.0, teacher_scale=2.0))
 
 
+@pytest.mark.parametrize("name", ["temperature", "scale"])
+def test_a_scale_of_two_numbers_is_named(name: str) -> None:
+    with pytest.raises(TypeError, match=f"^teacher_{name}: expected .* one number"):
+        infonce.distill_loss(*features(6, 6), scale=1.0, **{f"teacher_{name}": np.ones(2)})
+
+
 def test_peak_memory_is_within_the_workspace() -> None:
     m, d, e, workspace = 3000, 32, 48, 8 * 2**20
     args = tuple(z.astype(np.float32) for z in features(m, m, d=d, e=e))
