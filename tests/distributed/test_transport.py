@@ -159,10 +159,25 @@ def test_views_anywhere_on_one_rank() -> None:
     np.testing.assert_allclose(got.grads[0][order], want.grads[0], rtol=1e-12, atol=1e-15)
 
 
+def test_prefixes_of_one_rank_have_the_bits_of_one_process() -> None:
+    x, y = np.random.default_rng(0).standard_normal((2, 1500, 96))
+    options: dict[str, Any] = {"scale": 3.0, "dims": (32, 96)}
+    want = infonce.clip_loss_and_grad(x, y, **options)
+    got = distributed.clip_loss_and_grad(x, y, **options, comm=Alone())
+    for mine, one in zip((got.loss, *got.grads), (want.loss, *want.grads), strict=True):
+        np.testing.assert_array_equal(mine, one)
+
+
 def test_errors_of_one_rank_are_those_of_one_process() -> None:
     x = np.ones((3, 2))
-    with pytest.raises(ValueError, match=r"^text: expected 3 rows like image"):
-        distributed.clip_loss(x, x[:2], scale=1.0, comm=Alone())
+    for args, error, words in (
+        ((x, x[:2]), ValueError, "^text: expected 3 rows like image"),
+        ((x,), TypeError, r"^infonce.distributed.clip_loss\(\): expected image, text, got no text"),
+    ):
+        with pytest.raises(error, match=words):
+            distributed.clip_loss(*args, scale=1.0, comm=Alone())
+    timeout = np.int64(9)
+    assert distributed.clip_loss(x, x, scale=1.0, comm=Alone(), timeout=timeout) > 0
 
 
 @pytest.mark.parametrize("fails", [False, True])
