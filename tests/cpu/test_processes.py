@@ -42,6 +42,14 @@ def printed(program: str, **variables: str) -> list[str]:
     return done.stdout.split("\n")[:-1]
 
 
+def test_loops_are_compiled_where_those_of_the_user_are_not() -> None:
+    """NUMBA_DISABLE_JIT is for the user's own functions, and stays set for them."""
+    program = "import numba\nprint(float(want), type(numba.njit(loss)) is type(loss))"
+    (compiled,) = printed(program)
+    (disabled,) = printed(program, NUMBA_DISABLE_JIT="1")
+    assert (compiled.split()[0], "True") == tuple(disabled.split())
+
+
 @forks
 def test_a_child_computes_whatever_other_threads_do() -> None:
     """A forked child computes although threads of the parent were inside of passes and held

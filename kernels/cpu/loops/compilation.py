@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any
 
-from numba import njit
+from numba import config, njit
 from numba.core import event
 
 # No 'nnan' or 'ninf': NaN and infinity must survive. 'reassoc' lets sums over j vectorise.
@@ -20,8 +20,12 @@ def compiled(function: Any) -> Any:
     version of the other's code, and later processes, which load from disk, another version with
     other last bits. The functions of elementary.py become a part of the code that calls them.
     """
-    compile_ = njit(fastmath=set(FAST), nogil=True, cache=True, error_model="numpy")
-    return compile_(function)
+    # Also with NUMBA_DISABLE_JIT, by which users debug loops of their own: these have intrinsics
+    disabled, config.DISABLE_JIT = config.DISABLE_JIT, 0
+    try:
+        return njit(fastmath=set(FAST), nogil=True, cache=True, error_model="numpy")(function)
+    finally:
+        config.DISABLE_JIT = disabled
 
 
 class _Notice(event.Listener):  # type: ignore[misc]  # Numba has no types
