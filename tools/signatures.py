@@ -43,7 +43,7 @@ from ..spec import Method, Precision, Reduction
 
 def written(value: object) -> str:
     """A default as Python writes it."""
-    return {"inf": "math.inf"}.get(repr(value), repr(value).replace("'", '"'))
+    return {"inf": "math.inf", "-inf": "-math.inf"}.get(repr(value), repr(value).replace("'", '"'))
 
 
 def arguments(loss: Loss, array: str) -> Iterator[str]:

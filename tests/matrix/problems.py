@@ -494,6 +494,8 @@ def draw_poison(problem: Problem, rng: np.random.Generator, in_guide: bool) -> N
             options[mask][at[:2]] = True
         problem.poison = f"{bad} in {place}"
     problem.settings = {k: v for k, v in problem.settings.items() if k != "metrics"}
+    if "wrt" in problem.settings and "own" not in options:
+        problem.settings["wrt"] = [z for z in problem.settings["wrt"] if z != "own"]
 
 
 def draw(seed: int, number: int, largest: int = 140) -> Problem:

@@ -2,6 +2,7 @@
 the table of options."""
 
 import inspect
+import math
 import re
 import runpy
 import subprocess
@@ -61,6 +62,11 @@ def test_stubs_are_those_of_the_table(package: str) -> None:
     """`python tools/signatures.py` writes them anew."""
     written = (ROOT / "infonce" / package / "__init__.pyi").read_text()
     assert SIGNATURES["stub"](package) == written
+
+
+def test_defaults_are_written_as_python_reads_them() -> None:
+    for value in (math.inf, -math.inf, "auto", None, 0.5):
+        assert eval(SIGNATURES["written"](value), {"math": math}) == value
 
 
 @pytest.fixture(scope="module")
