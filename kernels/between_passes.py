@@ -114,9 +114,8 @@ def finalize(
     if own is not None:
         losses = losses + own.row_nans
     if log_scale_grad is not None:
-        # `log_scale_grad` gets no NaN flags. It comes from moments. A logit of NaN or +inf makes a
-        # moment NaN. A logit of -inf is left out of a moment: a key whose logits are all -inf, and
-        # which is no row's positive, leaves `log_scale_grad` finite
+        # `log_scale_grad` gets no NaN flags: see `solve.find_nan`. Kernels leave it finite if
+        # all logits that are not finite are -inf, or excluded
         log_scale_grad = problem.upstream * log_scale_grad
 
     # `pull` is -scale dL/dx at the positives, by all terms of the loss. `inserted_pull` is the part
@@ -424,8 +423,7 @@ class OwnNegatives:
             rows = part.rows
             x2 = self.biased_exponents(part.dots, rows)
             g = self._factors(x2, reference[rows], factor[rows])
-            terms = g * xp.where(xp.isneginf(x2), 0.0, part.dots)
-            products[rows] = self.row_nans[rows] + terms.sum(axis=1)
+            products[rows] = (g * xp.where(xp.isneginf(x2), 0.0, part.dots)).sum(axis=1)
             g = g.astype(self.dtype)
             if gradients.query is not None and gradients.want_query:
                 dq = xp.matmul(g[:, None, :], part.keys)[:, 0]

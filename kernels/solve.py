@@ -211,6 +211,15 @@ def make_solution(finalized: Finalized, stats: Statistics, loss: Any, scale_grad
     )  # fmt: skip
 
 
+def find_nan(xp: Any, losses: Array) -> Any:
+    """NaN if a loss is NaN, else 0: the gradient of the scale adds it to its sum over pairs.
+
+    The sum leaves out excluded pairs and logits of -inf, so it may be finite although a loss is
+    NaN.
+    """
+    return xp.where(xp.isnan(losses), xp.nan, 0.0).sum()
+
+
 class Vectors:
     """The operations on vectors of length M and N, as arrays of NumPy or CuPy (`xp`).
 
@@ -360,7 +369,10 @@ class Vectors:
         total_bias_grad = None if bias_grad is None else bias_grad.sum() / scale
         parts = (log_scale_grad, 1.0), (dots, problem.pair_repeats)
         scale_parts = [part.sum() / divisor for part, divisor in parts if part is not None]
-        return None, sum(scale_parts) / scale if scale_parts else None, total_bias_grad
+        scale_grad = None
+        if scale_parts:
+            scale_grad = sum(scale_parts) / scale + find_nan(self.xp, losses)
+        return None, scale_grad, total_bias_grad
 
     def sum_over_ranks(self, numbers: Array, divisors: Sequence[float], dtype: Any) -> Array:
         """[K]: `numbers` [ranks, K] added up in the order of ranks, divided by `divisors` [K]."""

@@ -23,7 +23,7 @@ from ..norms import normalization_backward, normalized_rows
 from ..options import Masks, PairBlock, PositivePairs, find_limits, find_masks
 from ..options.guide import guide_problem
 from ..problem import LOG2_E, Array, Gradients, Problem, materialize_vectors
-from ..solve import Solution, Vectors
+from ..solve import Solution, Vectors, find_nan
 
 # The largest number of M x N arrays that exist at one time, without and with options of the softmax
 MATRICES, MATRICES_WITH_OPTIONS = 4, 10
@@ -87,9 +87,9 @@ def solve_whole_matrix(problem: Problem, gradients: Gradients | None, vectors: V
         if problem.symmetric or problem.two_sided:  # the softmax of a column has all queries
             finite_rows = finite_rows.all()
         finite &= finite_rows & xp.isfinite(guide_key).all()
-    row_nans = feature_nans = xp.where(finite, 0.0, np.nan)
+    row_nans = xp.where(finite, 0.0, np.nan)
     if problem.known_row_nans is not None:
-        row_nans = row_nans + problem.known_row_nans
+        row_nans += problem.known_row_nans
     own = None
     if problem.bias is not None:
         solution, g = _sigmoid(xp, problem, x, index, row_nans, pairs)
@@ -99,10 +99,7 @@ def solve_whole_matrix(problem: Problem, gradients: Gradients | None, vectors: V
         solution, g, finalized = _softmax(vectors, problem, x, logits, index, left_out, dense)
         own = finalized.own
     if solution.scale_grad is not None:
-        # moments leave out rows without a positive, and logits of -inf
-        if own is not None:
-            feature_nans = feature_nans + own.row_nans
-        solution.scale_grad = solution.scale_grad + feature_nans.sum()
+        solution.scale_grad = solution.scale_grad + find_nan(xp, solution.losses)
     solution.logits = x.all
     if gradients is None:
         return solution

@@ -1,6 +1,7 @@
 """What the matrix does not compare: accuracy of a large batch, metrics, logits, destinations, and
 features at the ends of float16's range."""
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -147,6 +148,26 @@ def test_what_is_not_finite_makes_the_loss_nan(loss: str, method: str, bad: floa
             out = call(loss, *each, scale=3.0, method=method)
             assert np.isnan(out.loss)
             assert not np.isfinite(out.grads.scale)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("poisoned", ["query", "key", "guide query", "guide key"])
+def test_what_is_not_finite_makes_the_gradient_of_the_scale_nan(poisoned: str, method: str) -> None:
+    """Wherever the loss is NaN: also if ids exclude all negatives, and if only scale has a
+    gradient."""
+    names = ("query", "key", "guide query", "guide key")
+    rng = np.random.default_rng(0)
+    sides = {name: rng.standard_normal((3 if "query" in name else 5, 4)) for name in names}
+    sides[poisoned][1] = np.nan
+    query, key, *guide = sides.values()
+    options: dict[str, Any] = {"ids": (np.zeros(3, int), np.zeros(5, int)), "guide": tuple(guide)}
+    for labels in (np.full(3, -1), np.array([0, -1, 2])):
+        for normalize, wrt in itertools.product((True, False), (None, ["scale"], ["key", "scale"])):
+            out = infonce.info_nce_loss_and_grad(
+                query, key, labels, scale=2.0, guide_margin=0.1, method=method,
+                normalize=normalize, wrt=wrt, **options,
+            )  # fmt: skip
+            assert np.isnan([out.loss, out.grads.scale]).all()
 
 
 @pytest.mark.parametrize("method", ["fused", "tiled"])
