@@ -69,8 +69,7 @@ def _apply(
     options = dict(others)
     if prefixes.has_prefixes(kind, options):
         return _over_prefixes(kind, features, options, labels, bias)
-    numbers = (options.get("scale"), options.get("temperature"), bias)
-    autograd.refuse_tangents((*features, *numbers, *autograd.untracked_values(None, options)))
+    autograd.refuse_tangents(*features, bias, *options.values())
     tensors = dict(zip(kind.arguments, features, strict=True))
     tensors |= {name: teacher[name] for name in autograd.TEACHER_FEATURES if name in teacher}
     for name, z in tensors.items():

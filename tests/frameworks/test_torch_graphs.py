@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-import torch._dynamo.testing  # noqa: E402
+import torch._dynamo.testing  # noqa: E402, F811
 import torch._functorch.config  # noqa: E402
 from torch_problems import (  # noqa: E402
     FORMS,
@@ -208,5 +208,5 @@ def test_a_number_that_becomes_wrong_is_named(value: float) -> None:
     run = torch.compile(lambda v: call("clip", z, temperature=v), backend="aot_eager")
     for right in (0.1, 0.2, 0.3):
         run(right)
-    with pytest.raises(ValueError, match="^temperature: expected a"):
+    with pytest.raises(ValueError, match=r"^temperature: expected a"):
         run(value)

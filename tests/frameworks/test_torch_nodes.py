@@ -326,7 +326,7 @@ def test_a_locked_tower_gets_no_graph(way: str, options: dict[str, Any]) -> None
         (torch.nn.Linear(4, 4).requires_grad_(False), lambda z: z * image),
         (text, text),
     )
-    with pytest.raises(TypeError, match="^loss: expected a function of tensors with a gradient"):
+    with pytest.raises(TypeError, match=r"^loss: expected a function of tensors with a gradient"):
         it.grad_cache(encoders, inputs, lambda *z: run(*z).sum(), chunk=ROWS)
 
 

@@ -9,7 +9,7 @@ time, in three cases: reduction="none", a second backward pass, and inside of `t
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -75,14 +75,16 @@ def empty_gradients(
     }
 
 
-def refuse_tangents(values: Iterable[Any]) -> None:
-    """RuntimeError if a tensor has a tangent of forward mode, which the losses would lose.
+def refuse_tangents(*values: Any) -> None:
+    """RuntimeError if a tensor, also in a tuple or list, has a tangent: the losses would lose it.
 
     Inside of `torch.func` and in a graph that is being compiled, nodes and operators refuse it."""
-    if forward_ad._current_level < 0 or inside_transform() or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0 or inside_transform():
         return
     for value in values:
-        if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
+        if isinstance(value, (tuple, list)):
+            refuse_tangents(*value)
+        elif isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
             raise RuntimeError(FORWARD)
 
 
@@ -232,12 +234,11 @@ def apply_repeated(
     kind: Loss, features: Sequence[Tensor], bias: Any, options: dict[str, Any]
 ) -> Tensor | None:
     """The loss of a call like an earlier one (`repeated`), without checks, as `apply` returns it.
-    None (no such call, gradients off, torch.compile, torch.func): the caller checks and applies."""
+    None (no such call, gradients off, forward mode, torch.compile, torch.func): the caller checks
+    and applies."""
     if torch.compiler.is_compiling() or _compile_callback() or inside_transform():
         return None
-    if (
-        not torch.is_grad_enabled() or forward_ad._current_level >= 0
-    ):  # the caller looks for tangents
+    if not torch.is_grad_enabled() or forward_ad._current_level >= 0:
         return None
     options = {**options}
     scale = options.pop("scale", None)

@@ -60,7 +60,7 @@ def operator(
     float16 features, otherwise in the dtype of the features.
     """
     untracked, settings = others[: len(UNTRACKED_NAMES)], others[len(UNTRACKED_NAMES) + 1 :]
-    refuse_tangents((query, key, own, scale, bias, *untracked))
+    refuse_tangents(query, key, own, scale, bias, *untracked)
     loss, features, wanted = _read_arguments(kind, (query, key, own), others)
     labels, arrays = split_untracked(untracked)
     options = {**dict(zip(COMPILED_OPTIONS, settings, strict=True)), **arrays}
@@ -119,19 +119,22 @@ def _save_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*output[1:])
 
 
+# Whether the backward pass that runs keeps its graph. Old versions of PyTorch do not tell
+_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: False)
+
+
 @torch.library.custom_op(
     "infonce::first_derivative", mutates_args=(), schema="(Tensor x) -> Tensor"
 )
 def first_derivative(upstream: Tensor) -> Tensor:
     """A copy of the upstream gradient, or the error for a second derivative.
 
-    An operator, because a compiled backward pass learns only when it runs whether it is to be
-    differentiated; if so, some of PyTorch's compilers return gradients that count as constants."""
-    # Such a pass runs with gradients enabled, or as the forward pass of another node, which has
-    # disabled them and forward mode
+    An operator, because only a run of a compiled backward pass tells whether it is to be
+    differentiated. PyTorch itself may then take the gradients for constants, without an error."""
+    # With create_graph, PyTorch runs a compiled backward pass with gradients enabled, or as the
+    # forward pass of another node, where gradients and forward mode are disabled
     in_other_node = not torch._C._is_fwd_grad_enabled()
-    keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-    if torch.is_grad_enabled() or (in_other_node and keeps_graph):
+    if torch.is_grad_enabled() or (in_other_node and _keeps_graph()):
         raise RuntimeError(CREATE_GRAPH)
     return upstream.clone()
 
@@ -141,7 +144,7 @@ first_derivative.register_fake(torch.empty_like)
 
 def _backward(ctx: Any, upstream: Tensor, *_unused: Any) -> Any:
     """The saved gradients times the upstream gradient of the loss, in the order of the inputs."""
-    if torch.is_grad_enabled():  # not in a graph
+    if torch.is_grad_enabled():  # in an exported program, or with backend="eager"
         raise RuntimeError(CREATE_GRAPH)
     upstream = first_derivative(upstream)
     scale, bias, *features = (
@@ -196,8 +199,8 @@ def apply(
             "tensors, no metrics, group, reduction='none' nor torch.func, and as options plain "
             f"values of {', '.join(COMPILED_OPTIONS)}"
         )
-    # An exported program may later get inputs that require gradients, unlike its example inputs.
-    # (torch.compile compiles again for such inputs.)
+    # Inputs of an exported program may require gradients where its examples did not. (For such
+    # inputs torch.compile compiles again.)
     exporting = getattr(torch.compiler, "is_exporting", lambda: False)()  # PyTorch >= 2.7 has it
     needs = [isinstance(v, Tensor) and (exporting or (torch.is_grad_enabled() and v.requires_grad))
              for v in (scale, bias, *features)]  # fmt: skip

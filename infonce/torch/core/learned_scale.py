@@ -33,7 +33,7 @@ def learned_scale(log_scale: Tensor, least: float, largest: float) -> Tensor:
 
 def _compute(log_scale: Tensor, least: float, largest: float) -> tuple[Tensor, Tensor]:
     """The scale, and by how much exp(log_scale) is beyond its limits."""
-    refuse_tangents([log_scale])
+    refuse_tangents(log_scale)
     unlimited = log_scale.exp()
     scale = unlimited.clamp(least, largest)
     return scale, unlimited - scale
