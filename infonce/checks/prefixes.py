@@ -7,7 +7,6 @@ own. `dispatch` tries `dispatch._in_one_pass` first, and calls these two functio
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -58,7 +57,7 @@ def read_prefixes(
     if len(weights) != len(widths):
         raise ValueError(f"dim_weights: expected {len(widths)} numbers like dims, got {weights}")
     # `validation.number` does not read arrays on a GPU: they are refused here
-    if not all(isinstance(w, float) and math.isfinite(w) for w in weights):
+    if not all(isinstance(w, float) for w in weights):
         raise TypeError(f"dim_weights: expected numbers, got {validation.what(weights)}")
     return list(zip(widths, weights, strict=True)), others
 

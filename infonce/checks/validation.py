@@ -271,7 +271,8 @@ def number(name: str, value: Any, infinities: tuple[float, ...] = ()) -> Any:
             value = value.item()
     if isinstance(value, (bool, np.timedelta64)) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number or an array of one number, got {what(value)}")
-    if not math.isfinite(value := real(name, value)) and value not in infinities:
+    # math.isfinite would break a graph of torch.compile where the number is an input of the graph
+    if not abs(value := real(name, value)) < math.inf and value not in infinities:
         raise ValueError(f"{name}: expected a finite number, got {value!r}")
     return value
 

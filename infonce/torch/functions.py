@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,6 +40,11 @@ def _apply(
     `options` are the caller's keywords; `teacher` has the arguments that only distillation has.
     Tensors as scale, temperature and bias get gradients.
     """
+    if kind.locked:  # a locked tower is a constant: its tensor may require a gradient
+        features = [
+            z.detach() if name in kind.locked and isinstance(z, Tensor) else z
+            for name, z in zip(kind.arguments, features, strict=True)
+        ]
     # A call like an earlier one skips the checks below. (Labels and a teacher have to be checked in
     # each call.)
     if labels is None and not teacher:
@@ -63,6 +69,7 @@ def _apply(
     options = dict(others)
     if prefixes.has_prefixes(kind, options):
         return _over_prefixes(kind, features, options, labels, bias)
+    autograd.refuse_tangents(*features, bias, *options.values())
     tensors = dict(zip(kind.arguments, features, strict=True))
     tensors |= {name: teacher[name] for name in autograd.TEACHER_FEATURES if name in teacher}
     for name, z in tensors.items():
@@ -158,9 +165,13 @@ def _check_tensor(kind: Loss, name: str, z: Tensor, first: Tensor) -> None:
 
 def _to_scalar(name: str, value: Any) -> Any:
     """A tensor of one number as a 0-d tensor; other values unchanged."""
+    if torch.compiler.is_compiling() and isinstance(value, np.ndarray):  # also a scalar of NumPy
+        value = torch.as_tensor(value)
+    if not isinstance(value, Tensor):
+        return value
     if hasattr(value, "full_tensor"):  # a DTensor, as fully_shard makes them
         value = value.full_tensor()
-    if not isinstance(value, Tensor) or not value.ndim:
+    if not value.ndim:
         return value
     if value.numel() != 1:
         came = validation.what(value)

@@ -4,15 +4,22 @@ A call is a function, and its tensors by name: features and numbers, which get g
 others, which get none.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch.autograd import forward_ad  # noqa: E402
+from torch_problems import LOSSES, MODULES, arguments, call, features  # noqa: E402
+
 import infonce.torch as it  # noqa: E402
+from infonce import spec  # noqa: E402
+from infonce.torch.memory_efficient_clip import MemoryEfficientLiTLoss  # noqa: E402
 
 pytestmark = pytest.mark.extras
 ROWS = 6
@@ -195,6 +202,135 @@ def test_transforms(name: str, reduction: str) -> None:
         for run in runs:
             with pytest.raises(RuntimeError, match=message):
                 run()
+
+
+# The second is PyTorch's own, of operators with inputs that require gradients
+FORWARD = r"^forward mode.*not supported.*use backward\(\) or|^You must implement the jvp function"
+
+
+def refuse_tangents(run: Callable[..., Any], **tensors: Any) -> None:
+    """Assert that `run` refuses a tangent of each tensor, at the first call and the next."""
+    for _ in range(2):
+        for key, z in tensors.items():
+            with forward_ad.dual_level(), pytest.raises(RuntimeError, match=FORWARD):
+                run(**{**tensors, key: forward_ad.make_dual(z.detach(), torch.ones_like(z))})
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@each_loss
+@each_reduction
+def test_forward_mode_is_refused(name: str, reduction: str) -> None:
+    """Of each argument that has a derivative, with and without gradients."""
+    call = make(name)
+    tensors = {**call.inputs, **call.untracked}
+    constants = {k for k in tensors if k.startswith("teacher") or (name, k) == ("lit", "image")}
+    floats = {
+        k: z for k, z in tensors.items() if z.is_floating_point() and k not in constants
+    }  # fmt: skip
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled):
+            refuse_tangents(partial(call.loss, reduction), **floats)
+    with forward_ad.dual_level():  # tensors without a tangent are taken, and constants
+        for key in constants:
+            tensors[key] = forward_ad.make_dual(tensors[key], tensors[key])
+        assert forward_ad.unpack_dual(call.function(**tensors)).tangent is None
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("way", ["eager", "no_grad", "graph", "export", "dims", "module"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_forward_mode_of_repeated_and_compiled_calls(loss: str, way: str) -> None:
+    """Calls that have templates, and those that are operators."""
+    z = features(loss, dtype=torch.float32)  # float64 has no template
+    tensors = dict(zip(spec.LOSSES[loss].arguments, z, strict=True))
+    tensors["scale"] = torch.tensor(2.0, dtype=torch.float64)
+    if way == "module":
+        tensors["scale"] = torch.tensor([math.log(2.0)])  # log_scale
+
+    def run(scale: Any, **by_name: Any) -> Any:
+        z = [by_name[name] for name in spec.LOSSES[loss].arguments]
+        options = {"dims": (2, 5)} if way == "dims" and loss not in ("gte", "sup_con") else {}
+        if way != "module":
+            return call(loss, z, scale=scale, **options)
+        module = MODULES[loss](learnable=True, scale=2.0)
+        return torch.func.functional_call(
+            module, {"log_scale": scale}, arguments(loss, z)
+        )  # fmt: skip
+
+    constants = {key: z.detach() for key, z in tensors.items()}
+    run(**constants)  # makes the template of their calls
+    step: Callable[..., Any] = run
+    if way == "no_grad":
+        step = torch.no_grad()(run)
+    if way == "graph":
+        step = torch.compile(run, backend="eager")
+    if way == "export":
+
+        class Module(torch.nn.Module):
+            def forward(self, **tensors: Any) -> Any:
+                return run(**tensors)
+
+        step = torch.export.export(Module(), (), tensors).module()
+    locked = spec.LOSSES[loss].locked
+    for given in (constants, tensors):
+        tangents = {key: z for key, z in given.items() if key not in locked}
+        refuse_tangents(partial(step, **{key: given[key] for key in locked}), **tangents)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_linearize_and_forward_jacobians_are_refused() -> None:
+    image, text = (z.detach() for z in features("clip", dtype=torch.float32))
+
+    def loss(z: Any) -> Any:
+        return call("clip", [z, text], scale=2.0)
+
+    def loss_of_scale(scale: Any) -> Any:
+        return call("clip", [image, text], scale=scale)
+
+    def loss_of_temperature(temperature: Any) -> Any:
+        return call("clip", [image, text], temperature=temperature)
+
+    options = {"strategy": "forward-mode", "vectorize": True}
+    for function, z in ((loss, image), (loss_of_scale, torch.tensor(2.0)),
+                        (loss_of_temperature, torch.tensor(0.5))):  # fmt: skip
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=FORWARD):
+                torch.func.linearize(function, z)
+            with pytest.raises(RuntimeError, match=FORWARD):
+                torch.autograd.functional.jacobian(function, z, **options)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [*product(["function", "module"], [{}, {"reduction": "none"}, {"dims": (2, 4)}]),
+     ("compiled", {}), ("compiled", {"dims": (2, 4)}), ("memory_efficient_clip", {})],
+)  # fmt: skip
+def test_a_locked_tower_gets_no_graph(way: str, options: dict[str, Any]) -> None:
+    """The loss requires a gradient only if something else does than the locked tower."""
+    image = torch.randn(ROWS, 4, requires_grad=True)
+    text, scale = torch.randn(ROWS, 4), torch.tensor(0.0, requires_grad=True)
+    run: Any = partial(it.lit_loss, scale=3.0, normalize=True, **options)
+    if way == "module":
+        run = it.LiTLoss(scale=3.0, normalize=True, **options)
+    if way == "compiled":
+        torch.compiler.reset()
+        run = torch.compile(run, backend="aot_eager", fullgraph=True)
+    if way == "memory_efficient_clip":
+        run = MemoryEfficientLiTLoss(temperature=0.3)
+    for _ in range(2):
+        assert not run(text, image).requires_grad
+        loss = run(text + scale, image).sum()
+        (loss + image.square().sum()).backward()
+        torch.testing.assert_close(image.grad, 2 * image.detach())
+        image.grad = None
+    assert scale.grad is not None
+    encoders, inputs = (
+        (torch.nn.Linear(4, 4).requires_grad_(False), lambda z: z * image),
+        (text, text),
+    )
+    with pytest.raises(TypeError, match=r"^loss: expected a function of tensors with a gradient"):
+        it.grad_cache(encoders, inputs, lambda *z: run(*z).sum(), chunk=ROWS)
 
 
 @each_loss

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ... import dispatch
 from ...checks.rows import is_pair
@@ -41,6 +42,7 @@ TENSOR_DTYPES_UNTIL_UPSTREAM = {
     getattr(torch, name): getattr(torch, other) for name, other in DTYPES_UNTIL_UPSTREAM.items()
 }
 NO_SECOND_DERIVATIVE = "gradients of the losses of infonce cannot be differentiated again"
+CREATE_GRAPH = f"create_graph: expected False, got True: {NO_SECOND_DERIVATIVE}"
 FORWARD = (
     "forward mode (torch.func.jvp, jacfwd, hessian) is not supported by the losses of infonce: use "
     "backward() or torch.func.grad"
@@ -71,6 +73,19 @@ def empty_gradients(
         for name, z in features.items()
         if name in wrt
     }
+
+
+def refuse_tangents(*values: Any) -> None:
+    """RuntimeError if a tensor, also in a tuple or list, has a tangent: the losses would lose it.
+
+    Inside of `torch.func` and in a graph that is being compiled, nodes and operators refuse it."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0 or inside_transform():
+        return
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            refuse_tangents(*value)
+        elif isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
+            raise RuntimeError(FORWARD)
 
 
 def evaluate(
@@ -219,10 +234,11 @@ def apply_repeated(
     kind: Loss, features: Sequence[Tensor], bias: Any, options: dict[str, Any]
 ) -> Tensor | None:
     """The loss of a call like an earlier one (`repeated`), without checks, as `apply` returns it.
-    None (no such call, gradients off, torch.compile, torch.func): the caller checks and applies."""
+    None (no such call, gradients off, forward mode, torch.compile, torch.func): the caller checks
+    and applies."""
     if torch.compiler.is_compiling() or _compile_callback() or inside_transform():
         return None
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or forward_ad._current_level >= 0:
         return None
     options = {**options}
     scale = options.pop("scale", None)
@@ -316,7 +332,7 @@ class _LossNode(_ReverseModeOnly):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:
         if torch.is_grad_enabled():
-            raise RuntimeError(f"create_graph: expected False, got True: {NO_SECOND_DERIVATIVE}")
+            raise RuntimeError(CREATE_GRAPH)
         if _is_batched(upstream):
             raise RuntimeError(BATCHED)
         call = ctx.call

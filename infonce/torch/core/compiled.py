@@ -14,12 +14,14 @@ from torch import Tensor
 from ...checks import validation
 from ...spec import ARRAY_OPTIONS, COMPILED_OPTIONS, DEFAULTS, INFO_NCE_OWN, LOSSES, Loss
 from .autograd import (
+    CREATE_GRAPH,
     ONE_OR_PAIR,
     TENSOR_DTYPES_UNTIL_UPSTREAM,
     UNTRACKED,
     differentiated_names,
     evaluate,
     inside_transform,
+    refuse_tangents,
     split_untracked,
     untracked_values,
 )
@@ -58,6 +60,7 @@ def operator(
     float16 features, otherwise in the dtype of the features.
     """
     untracked, settings = others[: len(UNTRACKED_NAMES)], others[len(UNTRACKED_NAMES) + 1 :]
+    refuse_tangents(query, key, own, scale, bias, *untracked)
     loss, features, wanted = _read_arguments(kind, (query, key, own), others)
     labels, arrays = split_untracked(untracked)
     options = {**dict(zip(COMPILED_OPTIONS, settings, strict=True)), **arrays}
@@ -116,8 +119,34 @@ def _save_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*output[1:])
 
 
+# Whether the backward pass that runs keeps its graph. Old versions of PyTorch do not tell
+_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: False)
+
+
+@torch.library.custom_op(
+    "infonce::first_derivative", mutates_args=(), schema="(Tensor x) -> Tensor"
+)
+def first_derivative(upstream: Tensor) -> Tensor:
+    """A copy of the upstream gradient, or the error for a second derivative.
+
+    An operator, because only a run of a compiled backward pass tells whether it is to be
+    differentiated. PyTorch itself may then take the gradients for constants, without an error."""
+    # With create_graph, PyTorch runs a compiled backward pass with gradients enabled, or as the
+    # forward pass of another node, where gradients and forward mode are disabled
+    in_other_node = not torch._C._is_fwd_grad_enabled()
+    if torch.is_grad_enabled() or (in_other_node and _keeps_graph()):
+        raise RuntimeError(CREATE_GRAPH)
+    return upstream.clone()
+
+
+first_derivative.register_fake(torch.empty_like)
+
+
 def _backward(ctx: Any, upstream: Tensor, *_unused: Any) -> Any:
     """The saved gradients times the upstream gradient of the loss, in the order of the inputs."""
+    if torch.is_grad_enabled():  # in an exported program, or with backend="eager"
+        raise RuntimeError(CREATE_GRAPH)
+    upstream = first_derivative(upstream)
     scale, bias, *features = (
         (saved * upstream).to(dtype) if saved.numel() else None
         for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
@@ -132,6 +161,12 @@ def _backward(ctx: Any, upstream: Tensor, *_unused: Any) -> Any:
 
 
 operator.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+def _to_tensor(number: float) -> Tensor:
+    """The number as a tensor. By a product, because torch.tensor() of a number that changes from
+    call to call would be compiled again for each value."""
+    return number * torch.ones((), dtype=torch.float64)
 
 
 def apply(
@@ -164,17 +199,20 @@ def apply(
             "tensors, no metrics, group, reduction='none' nor torch.func, and as options plain "
             f"values of {', '.join(COMPILED_OPTIONS)}"
         )
+    # Inputs of an exported program may require gradients where its examples did not. (For such
+    # inputs torch.compile compiles again.)
+    exporting = getattr(torch.compiler, "is_exporting", lambda: False)()  # PyTorch >= 2.7 has it
+    needs = [isinstance(v, Tensor) and (exporting or (torch.is_grad_enabled() and v.requires_grad))
+             for v in (scale, bias, *features)]  # fmt: skip
     if not isinstance(scale, Tensor):
         number = validation.scale(kind, temperature, scale, WIDEST_PRECISION)
-        scale = torch.tensor(number, dtype=torch.float64)
+        scale = _to_tensor(number)
     elif temperature is not None:
         raise ValueError("temperature, scale: expected one of them, got both")
     if kind.sigmoid and not isinstance(bias, Tensor):
         number = validation.number("bias", kind.bias if bias is None else bias)
-        bias = torch.tensor(number, dtype=torch.float64)
+        bias = _to_tensor(number)
     query, key, own = (*features, None, None)[:3]
-    needs = [torch.is_grad_enabled() and v is not None and v.requires_grad
-             for v in (scale, bias, *features)]  # fmt: skip
     return operator(
         kind.name, query, key, own, scale, bias, *untracked, needs,
         *(settings[name] for name in COMPILED_OPTIONS),

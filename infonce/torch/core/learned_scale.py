@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .autograd import TENSOR_TYPES, _ReverseModeOnly, inside_transform
+from .autograd import TENSOR_TYPES, _ReverseModeOnly, inside_transform, refuse_tangents
 
 
 def learned_scale(log_scale: Tensor, least: float, largest: float) -> Tensor:
@@ -33,6 +33,7 @@ def learned_scale(log_scale: Tensor, least: float, largest: float) -> Tensor:
 
 def _compute(log_scale: Tensor, least: float, largest: float) -> tuple[Tensor, Tensor]:
     """The scale, and by how much exp(log_scale) is beyond its limits."""
+    refuse_tangents(log_scale)
     unlimited = log_scale.exp()
     scale = unlimited.clamp(least, largest)
     return scale, unlimited - scale

@@ -29,6 +29,7 @@ NUMBER_TYPES = (float, int)
 # other operations of a model, and so are often awake. Measured at 128 x 256 and 256 x 256
 TORCH_MULTIPLY_ADDS = 2**21, 2**24  # the least and the most multiply-adds of a product
 TORCH_WIDTH_LIMIT = 2**9  # rows have fewer features: MKL divides wider ones badly among threads
+EXACT_PRECISIONS = {"highest", "ieee", "none"}  # of PyTorch's products of float32
 # Key of a call -> its template: the checked problem of an earlier call, without features. None: a
 # call that cannot have a template (`_make_template`), and is checked each time
 _templates: dict[tuple[Any, ...], Problem | None] = {}
@@ -124,14 +125,18 @@ def _choose_product(shape: tuple[int, int, int]) -> Any:
     """The function that computes the matrix products of a call; None: NumPy's BLAS.
 
     `shape` is (queries, keys, features). PyTorch computes the products if all of these hold: their
-    size is within `TORCH_MULTIPLY_ADDS` and `TORCH_WIDTH_LIMIT`; PyTorch has several threads; and
-    INFONCE_NUM_THREADS, which PyTorch does not read, sets no number of threads.
+    size is within `TORCH_MULTIPLY_ADDS` and `TORCH_WIDTH_LIMIT`; PyTorch has several threads;
+    INFONCE_NUM_THREADS, which PyTorch does not read, sets no number of threads; and the caller does
+    not let PyTorch round float32 operands (`torch.set_float32_matmul_precision`).
     """
     (m, n, d), (least, most) = shape, TORCH_MULTIPLY_ADDS
     if not least <= m * n * d <= most or d >= TORCH_WIDTH_LIMIT:
         return None
-    may_use_torch = torch.get_num_threads() > 1 and not os.environ.get("INFONCE_NUM_THREADS")
-    return _torch_product if may_use_torch else None
+    if torch.get_num_threads() == 1 or os.environ.get("INFONCE_NUM_THREADS"):
+        return None
+    onednn = getattr(torch.backends.mkldnn, "matmul", None)  # PyTorch >= 2.9 has it
+    precision = torch.get_float32_matmul_precision() if onednn is None else onednn.fp32_precision
+    return _torch_product if precision in EXACT_PRECISIONS else None
 
 
 def _torch_product(left: Any, right: Any, out: Any = None) -> Any:

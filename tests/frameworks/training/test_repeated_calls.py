@@ -203,9 +203,19 @@ def test_products_in_threads_of_torch(loss: str, monkeypatch: pytest.MonkeyPatch
 
     first, second = call(), call()
     assert len(products) == 2 * (1 + len(features))
+    for precision in ("medium", "high"):  # with which PyTorch may round operands
+        torch.set_float32_matmul_precision(precision)
+        try:
+            call()
+        finally:
+            torch.set_float32_matmul_precision("highest")
+    assert len(products) == 2 * (1 + len(features))
+    call()
+    assert len(products) == 3 * (1 + len(features))
+    products.clear()
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     monkeypatch.setenv("INFONCE_NUM_THREADS", "1")
     for got, want in zip(first, call(), strict=True):
         size = float(want.detach().abs().max())
         torch.testing.assert_close(got, want, rtol=0, atol=1e-5 * size)  # 5e-7 (1 + x) twice
-    assert len(products) == 2 * (1 + len(features))
+    assert not products
