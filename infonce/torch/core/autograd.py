@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ... import dispatch
 from ...checks.rows import is_pair
@@ -53,6 +52,7 @@ BATCHED = (
 )
 
 TENSOR_TYPES = frozenset({Tensor, torch.nn.Parameter})
+forward_ad = torch.autograd.forward_ad
 inside_transform = torch._C._are_functorch_transforms_active  # inside torch.func.grad, vmap, ...?
 # Whether a tensor stands for a batch of upstream gradients (torch.autograd.grad, is_grads_batched)
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
