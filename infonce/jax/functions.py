@@ -5,6 +5,7 @@ it, and `autodiff.differentiable_loss` (over devices, with `axis`) adds it to th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import jax
@@ -25,6 +26,11 @@ from ..spec import Loss
 from . import axis
 from .autodiff import differentiable_loss
 from .callback import TEACHER_INPUTS, Axis, SplitIntegers, TracedCall, stand_in, vary_equally
+
+# Metrics are a pytree, so that transformations of JAX may return them
+jax.tree_util.register_dataclass(
+    Metrics, data_fields=[field.name for field in fields(Metrics)], meta_fields=[]
+)
 
 # Keywords that `_apply` takes beyond the options of a compiled program (`spec.COMPILED_OPTIONS`)
 ARGUMENTS = ("scale", "temperature", "guide", "metrics", *spec.INTEGER_OPTIONS, *spec.ARRAY_OPTIONS)
@@ -257,7 +263,8 @@ DOC = """
     scale, temperature : float or 0-d array
         One of them: logits are ``scale * <q, k>``, and scale = 1 / temperature.
     metrics : bool, default False
-        Return ``(loss, infonce.Metrics)``. (In `jit` count ``(metrics.row_rank == 0).mean()``.)
+        Return ``(loss, infonce.Metrics)``; the metrics are a pytree. (In `jit` count
+        ``(metrics.row_rank == 0).mean()``.)
     weights, key_bias, own_bias, label_weights, guide : arrays, optional
         As in `infonce.{loss}`, as far as it has them; a pair of arrays for `guide`. They get no
         gradient.
