@@ -68,6 +68,7 @@ def _apply(
             "metrics": metrics,
             "guide": guide,
         }
+        # The widest prefix comes first, as in `prefixes.loss`. (XLA may choose another order.)
         outs = [
             _apply(
                 kind,
@@ -77,8 +78,8 @@ def _apply(
                 axis_name=axis_name,
                 **prefix_options,
             )
-            for d, _ in widths_and_weights
-        ]
+            for d, _ in reversed(widths_and_weights)
+        ][::-1]
         losses = [out[0] for out in outs] if metrics else outs
         total = sum(w * loss for (_, w), loss in zip(widths_and_weights, losses, strict=True))
         return (total, outs[-1][1]) if metrics else total
