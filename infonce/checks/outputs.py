@@ -129,7 +129,7 @@ def _share_memory(xp: Any, a: Array, b: Array) -> bool:
     if xp is not np:
         return bool(xp.may_share_memory(a, b))
     try:
-        return np.shares_memory(a, b, max_work=1000)
+        return np.shares_memory(a, b, max_work=1000)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
 
