@@ -159,6 +159,11 @@ def view_tensor(tensor: Any) -> Array:
     not have the tensor's values.
     """
     memory: Any
+    if _is_traced_by_make_fx():  # which does not see what NumPy and CuPy compute
+        raise RuntimeError(
+            "make_fx would record the loss as a constant: torch.compile and torch.export record it "
+            "as an operator"
+        )
     on_host, dtype = tensor.is_cpu, _torch_dtypes().get(tensor.dtype)
     if dtype is None or not (on_host or tensor.is_cuda):
         tensor = tensor.detach()
@@ -178,6 +183,14 @@ def view_tensor(tensor: Any) -> Array:
     size = tensor.numel() * dtype.itemsize
     memory = cupy.cuda.UnownedMemory(address, size, tensor, tensor.get_device())
     return cupy.ndarray(tensor.shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
+
+
+def _is_traced_by_make_fx() -> bool:
+    """Whether `make_fx` records PyTorch's operations now; False with its `pre_dispatch=True`."""
+    torch = sys.modules["torch"]
+    if not torch._C._len_torch_dispatch_stack():  # faster than the next line, in each small call
+        return False
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 @functools.cache

@@ -139,6 +139,10 @@ class LossAndGrad:
             self._lse = self._lse()
         return self._lse
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, which cannot have the function that `_lse` may be."""
+        return {**vars(self), "_lse": self.lse}
+
     def __repr__(self) -> str:
         fields = (f"{name}={getattr(self, name)!r}" for name in ("loss", "grads", "lse", "metrics"))
         return f"LossAndGrad({', '.join(fields)})"

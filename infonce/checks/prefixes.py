@@ -90,8 +90,13 @@ def loss(
 ) -> Any:
     """The sum of the losses of all prefixes, without gradients: one call of `evaluate` each."""
     with _prefixes(kind, caller_arrays, options) as (features, widths_and_weights, others):
-        losses = [evaluate([z[..., :d] for z in features], others) for d, _ in widths_and_weights]
-        return arrays.converter_to(caller_arrays[0])(_weighted_sum(losses, widths_and_weights))
+        # The widest prefix comes first: it needs the largest workspace, which its error names
+        losses = [
+            evaluate([z[..., :d] for z in features], others)
+            for d, _ in reversed(widths_and_weights)
+        ]
+        loss = _weighted_sum(losses[::-1], widths_and_weights)
+        return arrays.converter_to(caller_arrays[0])(loss)
 
 
 def loss_and_grad(

@@ -27,6 +27,7 @@ from .callback import (
     join_integers,
     make_teacher,
     output_shapes,
+    reshard,
     write_out,
 )
 
@@ -86,12 +87,12 @@ def _forward(call: TracedCall, inputs: dict[str, Any]) -> Any:
     `inputs` are JAX's pairs (value, perturbed). Arguments that are `perturbed` get a gradient,
     except locked towers.
     """
-    dtypes = {
-        name: value.value.dtype
+    types = {
+        name: jax.typeof(value.value)
         for name, value in _named(call.kind, inputs).items()
         if value is not None and value.perturbed and name not in call.kind.locked
     }
-    wanted = tuple(dtypes)
+    wanted = tuple(types)
     for name in (*VECTOR_OPTIONS, "guide", *TEACHER_INPUTS):
         if any(leaf.perturbed for leaf in jax.tree.leaves(inputs[name])):
             raise ValueError(
@@ -103,7 +104,7 @@ def _forward(call: TracedCall, inputs: dict[str, Any]) -> Any:
     in_backward = call.reduction == "none"
     out = _evaluate(replace(call, wrt=() if in_backward else wanted), inputs)
     grads = {name: out[name] for name in wanted if not in_backward}
-    residuals = grads, inputs if in_backward else None, _Dtypes(tuple(dtypes.items()))
+    residuals = grads, inputs if in_backward else None, _Types(tuple(types.items()))
     return (out["loss"], out["metrics"], out.get("weight")), residuals
 
 
@@ -114,8 +115,8 @@ def _backward(call: TracedCall, residuals: Any, cotangents: Any) -> tuple[Any]:
     cotangents of metrics and of the sum of weights are not read: metrics get no gradient, and no
     differentiated argument changes the weights.
     """
-    grads, inputs, dtypes = residuals
-    wanted = dict(dtypes.by_name)
+    grads, inputs, types = residuals
+    wanted = dict(types.by_name)
     upstream = cotangents[0]
     if isinstance(upstream, SymbolicZero):  # nothing that is differentiated depends on the loss
         upstream = jnp.zeros(upstream.shape, upstream.dtype)
@@ -124,7 +125,10 @@ def _backward(call: TracedCall, residuals: Any, cotangents: Any) -> tuple[Any]:
         out = _evaluate(gradient_call, {**inputs, "grad_out": upstream})
         grads = {name: out[name] for name in wanted}
     else:
-        grads = {name: (grads[name] * upstream).astype(dtype) for name, dtype in wanted.items()}
+        grads = {name: (grads[name] * upstream).astype(t.dtype) for name, t in wanted.items()}
+    for name, argument in wanted.items():
+        if any(argument.sharding.spec):  # of a mesh whose axes are `Explicit`; otherwise all None
+            grads[name] = reshard(grads[name], argument.sharding)
     return ({
         "features": tuple(grads.get(name) for name in call.kind.arguments),
         "scale": grads.get("scale"),
@@ -139,10 +143,10 @@ differentiable_loss.defvjp(_forward, _backward, symbolic_zeros=True)
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
-class _Dtypes:
-    """The dtypes of the differentiated arguments, as a part of the residuals that is no array."""
+class _Types:
+    """The types of the differentiated arguments, as a part of the residuals that is no array."""
 
-    by_name: tuple[tuple[str, Any], ...]  # (argument, dtype)
+    by_name: tuple[tuple[str, Any], ...]  # (argument, its dtype and sharding)
 
 
 def _named(kind: Loss, inputs: dict[str, Any]) -> dict[str, Any]:

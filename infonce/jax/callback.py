@@ -199,6 +199,11 @@ def vary_equally(inputs: Any) -> Any:
     return _vary(inputs, _all_varying_axes(inputs))
 
 
+def reshard(x: Any, sharding: Any) -> Any:
+    """The array x with another sharding over a mesh whose axes are `Explicit`."""
+    return (jax.reshard if hasattr(jax, "reshard") else jax.sharding.reshard)(x, sharding)
+
+
 def varying_axes(x: Any) -> frozenset[Any]:
     """The axes over which x varies; an empty set if JAX does not check over which axes x varies."""
     array_type = jax.typeof(x)

@@ -5,6 +5,7 @@ it, and `autodiff.differentiable_loss` (over devices, with `axis`) adds it to th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import jax
@@ -25,6 +26,11 @@ from ..spec import Loss
 from . import axis
 from .autodiff import differentiable_loss
 from .callback import TEACHER_INPUTS, Axis, SplitIntegers, TracedCall, stand_in, vary_equally
+
+# Metrics are a pytree, so that transformations of JAX may return them
+jax.tree_util.register_dataclass(
+    Metrics, data_fields=[field.name for field in fields(Metrics)], meta_fields=[]
+)
 
 # Keywords that `_apply` takes beyond the options of a compiled program (`spec.COMPILED_OPTIONS`)
 ARGUMENTS = ("scale", "temperature", "guide", "metrics", *spec.INTEGER_OPTIONS, *spec.ARRAY_OPTIONS)
@@ -62,6 +68,7 @@ def _apply(
             "metrics": metrics,
             "guide": guide,
         }
+        # The widest prefix comes first, as in `prefixes.loss`. (XLA may choose another order.)
         outs = [
             _apply(
                 kind,
@@ -71,8 +78,8 @@ def _apply(
                 axis_name=axis_name,
                 **prefix_options,
             )
-            for d, _ in widths_and_weights
-        ]
+            for d, _ in reversed(widths_and_weights)
+        ][::-1]
         losses = [out[0] for out in outs] if metrics else outs
         total = sum(w * loss for (_, w), loss in zip(widths_and_weights, losses, strict=True))
         return (total, outs[-1][1]) if metrics else total
@@ -257,7 +264,8 @@ DOC = """
     scale, temperature : float or 0-d array
         One of them: logits are ``scale * <q, k>``, and scale = 1 / temperature.
     metrics : bool, default False
-        Return ``(loss, infonce.Metrics)``. (In `jit` count ``(metrics.row_rank == 0).mean()``.)
+        Return ``(loss, infonce.Metrics)``; the metrics are a pytree. (In `jit` count
+        ``(metrics.row_rank == 0).mean()``.)
     weights, key_bias, own_bias, label_weights, guide : arrays, optional
         As in `infonce.{loss}`, as far as it has them; a pair of arrays for `guide`. They get no
         gradient.

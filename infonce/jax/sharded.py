@@ -5,7 +5,6 @@ It wraps a loss of functions.py with `axis_name` in a `jax.shard_map`.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import math
@@ -23,6 +22,7 @@ from ..checks.teacher import ALL_LOSSES, Teacher
 from ..result import Metrics
 from ..spec import Loss
 from . import functions
+from .callback import reshard
 
 # Arguments with rows, which are split over the devices, beyond features and `spec.INTEGER_OPTIONS`
 ROW_ARGUMENTS = ("labels", *spec.ARRAY_OPTIONS, "guide", "teacher_query", "teacher_key")
@@ -168,15 +168,11 @@ def _run(
             )
     numbers = {name: arguments.pop(name) for name in NUMBERS if arguments.get(name) is not None}
     if AxisType.Explicit in mesh.axis_types:  # for such axes, `jax.shard_map` splits no arrays
-        reshard = jax.reshard if hasattr(jax, "reshard") else jax.sharding.reshard
         row_arrays = jax.tree.map(lambda z: reshard(z, NamedSharding(mesh, rows)), row_arrays)
         tables = jax.tree.map(lambda z: reshard(z, NamedSharding(mesh, replicated)), tables)
     arguments = {name: value for name, value in arguments.items() if value is not None}
     compiled = _compile(loss, kind, tuple(sorted(arguments.items())), mesh, names)
-    out = compiled(row_arrays, {**numbers, **tables})
-    if not arguments.get("metrics"):
-        return out
-    return out[0], Metrics(**dict.fromkeys(("column_loss", "column_rank")) | out[1])
+    return compiled(row_arrays, {**numbers, **tables})
 
 
 @functools.lru_cache(256)
@@ -186,21 +182,21 @@ def _compile(
 ) -> Callable[..., Any]:  # fmt: skip
     """The compiled function (arrays with rows, numbers and tables) -> loss, or (loss, metrics)."""
     rows, replicated, settings = PartitionSpec(names), PartitionSpec(), dict(options)
-    metrics = settings.get("metrics", False)
 
     def device_loss(row_arrays: dict[str, Any], same_on_all: dict[str, Any]) -> Any:
-        out = loss(**row_arrays, **same_on_all, **settings, axis_name=names)
-        if not metrics:
-            return out
-        return out[0], {name: v for name, v in vars(out[1]).items() if v is not None}
+        return loss(**row_arrays, **same_on_all, **settings, axis_name=names)
 
     specs: Any = rows if settings.get("reduction") == "none" else replicated
-    if metrics:
-        metrics_specs = {
-            field.name: replicated if field.name.endswith("loss") else rows
-            for field in dataclasses.fields(Metrics)
-            if kind.column_direction_weight or not field.name.startswith("column")
-        }
+    if settings.get("metrics"):
+        has_columns = kind.column_direction_weight != 0
+        metrics_specs = Metrics(
+            row_loss=replicated,
+            column_loss=replicated if has_columns else None,
+            row_rank=rows,
+            column_rank=rows if has_columns else None,
+            positive=rows,
+            hardest_negative=rows,
+        )
         specs = specs, metrics_specs
     evaluate_shards = jax.shard_map(
         device_loss, mesh=mesh, in_specs=(rows, replicated), out_specs=specs

@@ -13,6 +13,7 @@ from torch import distributed as dist
 from ..checks import validation
 from ..training.grad_cache import (
     chunk_slices,
+    copy_chunk,
     count_rows,
     list_arrays,
     one_each,
@@ -156,15 +157,20 @@ class _Tower:
         """The encoder's outputs for all rows, computed chunk by chunk, in memory of their own.
 
         An output may be a parameter, an input, or a view of one: its copy has a `.grad` of its own.
+        An encoder may return the same memory for each chunk.
         """
-        chunks = []
+        batch: list[Tensor] = []
         for rows in self.chunks:
             self.random_states.append(_RandomState(self.gpus))
-            chunks.append(self._run(rows))
-        return [
-            z[0].detach().clone() if _is_number(z[0]) else torch.cat(z)
-            for z in zip(*chunks, strict=True)
-        ]
+            outputs = self._run(rows)
+            batch = batch or [
+                z.clone() if _is_number(z) else z.new_empty(self.chunks[-1].stop, *z.shape[1:])
+                for z in outputs
+            ]
+            for leaf, z in zip(batch, outputs, strict=True):
+                if not _is_number(leaf):
+                    copy_chunk(self.name, leaf, rows, z)
+        return batch
 
     def backward(self, i: int, gradients: Sequence[Tensor | None]) -> None:
         """Encode chunk `i` again, with its graph, and run the backward pass through the encoder.

@@ -61,14 +61,20 @@ class KeyQueue(nn.Module):
     TypeError, ValueError
         Naming the argument, what came and what was expected.
     RuntimeError
-        In replicas of `nn.DataParallel`, which cannot store keys.
+        In replicas of `nn.DataParallel`, which cannot store keys; and in a backward pass, as inside
+        of `torch.utils.checkpoint`, which would store keys twice.
 
     Notes
     -----
-    `filled` is the number of keys in the queue. The buffers `keys` [size, features] and `ids`
-    [size] follow ``queue.to(...)``. They and `filled` are in the ``state_dict()``. Nothing waits
-    for the device. `torch.compile` makes a graph for the empty queue, one for a queue that grows,
-    and one for a full queue.
+    `filled` is the number of keys in the queue. The buffers are `keys` [size, features], `ids`
+    [size] and `counts` [2], the numbers of keys and of ids. They follow ``queue.to(...)`` and are
+    in the ``state_dict()``.
+
+    Calls do not wait for the device, except to read `counts` after something other than the queue
+    wrote it: `load_state_dict`, a copy of the buffers, or `DistributedDataParallel` before each
+    call, unless it has ``broadcast_buffers=False``. A compiled graph does not see these writes,
+    except those of `load_state_dict`, until the program reads `filled`. `torch.compile` makes a
+    graph for the empty queue, one for a queue that grows, and one for a full queue.
 
     References
     ----------
@@ -78,6 +84,7 @@ class KeyQueue(nn.Module):
 
     keys: Tensor  # [size, features]; keys are in the first `filled` rows, newest first
     ids: Tensor  # [size] int64
+    counts: Tensor  # [2] int64: the numbers of keys and of ids in the queue
 
     def __init__(self, size: int, features: int, group: Any = None) -> None:
         super().__init__()
@@ -89,25 +96,60 @@ class KeyQueue(nn.Module):
         self.size, self.features, self.group = size, features, group
         self.register_buffer("keys", torch.zeros(size, features))
         self.register_buffer("ids", torch.zeros(size, dtype=torch.int64))
-        self.has_ids = False  # whether the keys in the queue have ids
-        self.filled = 0
+        self.register_buffer("counts", torch.zeros(2, dtype=torch.int64))
+        self._remember(0, has_ids=False)
 
     @property
     def filled(self) -> int:
         """The number of keys in the queue."""
+        if not torch.compiler.is_compiling():
+            self._read_counts()
         return len(self._rows)
 
-    @filled.setter
-    def filled(self, value: int) -> None:
+    def _remember(self, filled: int, has_ids: bool) -> None:
+        """Keep the numbers of `counts` on the host, so that calls need not wait for a GPU."""
         # The length of a tensor without elements: torch.compile makes a graph of its own for each
         # value of an integer of a module, and one for all lengths of a tensor.
-        self._rows = torch.empty(value, 0, device="cpu")
+        self._rows = torch.empty(filled, 0, device="cpu")
+        self._has_ids = has_ids
+        # A compiled graph does not know versions: the next call outside of it reads `counts`.
+        if not torch.compiler.is_compiling():
+            self._counts_read = self.counts, _find_version(self.counts)
 
-    def get_extra_state(self) -> dict[str, Any]:
-        return {"filled": self.filled, "has_ids": self.has_ids}
+    def _read_counts(self) -> None:
+        """Read `counts` if others have written it, as `load_state_dict` and DDP's broadcast do."""
+        counts, version = self._counts_read
+        if counts is self.counts and version is not None and version == _find_version(counts):
+            return
+        if not self.counts.is_meta:
+            filled, with_ids = self.counts.tolist()
+            self._remember(filled, with_ids > 0)
 
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        self.filled, self.has_ids = state["filled"], state["has_ids"]
+    def _write_counts(self, filled: int, has_ids: bool) -> None:
+        self.counts[0].fill_(filled)  # `fill_` does not wait for a GPU, as a copy would
+        self.counts[1].fill_(filled if has_ids else 0)
+        self._remember(filled, has_ids)
+
+    def _apply(self, function: Any, recurse: bool = True) -> Any:
+        """Move the buffers. `to_empty` does not copy them, so `counts` is written again."""
+        filled, has_ids = self.filled, self._has_ids
+        super()._apply(function, recurse)
+        self._write_counts(filled, has_ids)
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of copies and pickles, whose `counts` has versions of its own."""
+        super().__setstate__(state)
+        self._counts_read = self.counts, None
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
+        # Of earlier checkpoints, which have a dict of numbers instead of `counts`
+        numbers = state_dict.pop(f"{prefix}_extra_state", None)
+        if numbers is not None:
+            filled, has_ids = numbers["filled"], numbers["has_ids"]
+            state_dict[f"{prefix}counts"] = torch.tensor([filled, filled if has_ids else 0])
+        super()._load_from_state_dict(state_dict, prefix, *others)
+        self._read_counts()
 
     def forward(self, key: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         self._check(key, ids)
@@ -122,7 +164,7 @@ class KeyQueue(nn.Module):
     @torch.no_grad()
     def _store(self, key: Tensor, ids: Tensor | None) -> None:
         """Put the keys of a batch before those in the queue, of which the oldest may leave it."""
-        filled = self.filled
+        filled = new_filled = self.filled
         for buffer, rows in ((self.keys, key), (self.ids, ids)):
             if rows is None:
                 continue
@@ -130,18 +172,25 @@ class KeyQueue(nn.Module):
                 rows = gather_rows(rows, self.group)
             rows = torch.cat([rows.to(buffer.dtype), buffer[:filled]])[: self.size]
             buffer[: len(rows)] = rows
-            self.filled = len(rows)
-        self.has_ids = ids is not None
+            new_filled = len(rows)
+        self._write_counts(new_filled, ids is not None)
 
     def _check(self, key: Any, ids: Any) -> None:
         """TypeError or ValueError for arguments of a call that do not fit.
 
-        RuntimeError in a replica of nn.DataParallel, which would forget what it stores.
+        RuntimeError in a replica of nn.DataParallel, which would forget what it stores, and in a
+        backward pass, which computes a call again.
         """
         if getattr(self, "_is_replica", False):
             raise RuntimeError(
                 "KeyQueue: expected a call outside of nn.DataParallel, whose replicas store "
                 "nothing: call the queue with the keys of all replicas"
+            )
+        is_compiling = torch.compiler.is_compiling()
+        if self.training and not is_compiling and torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                "KeyQueue: expected a call outside of torch.utils.checkpoint, which computes the "
+                "call again in the backward pass and would store keys twice"
             )
         if not isinstance(key, Tensor) or key.dtype not in FEATURE_DTYPES:
             raise TypeError(f"key: expected a tensor of floats, got {validation.what(key)}")
@@ -152,9 +201,9 @@ class KeyQueue(nn.Module):
             raise ValueError(
                 f"key: expected a tensor on {self.keys.device}, as the queue is, got {key.device}"
             )
-        if self.filled and self.has_ids != (ids is not None):
+        if self.filled and self._has_ids != (ids is not None):
             expected = (
-                "ids as in the calls before" if self.has_ids else "None as in the calls before"
+                "ids as in the calls before" if self._has_ids else "None as in the calls before"
             )
             raise ValueError(f"ids: expected {expected}, got {validation.what(ids)}")
         if ids is None:
@@ -171,3 +220,9 @@ class KeyQueue(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.size}, {self.features}, filled={self.filled}"
+
+
+def _find_version(tensor: Tensor) -> int | None:
+    """How often the tensor has been written to; None if PyTorch does not count, in inference
+    mode."""
+    return None if tensor.is_inference() else tensor._version

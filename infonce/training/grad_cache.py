@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from ..checks import validation
@@ -48,7 +49,8 @@ def grad_cache(
         ``{"query": ..., "key": ...}``. Each is an object with length and slices, or a mapping of
         such objects, of which a chunk is a dict.
     encode : callable (chunk) -> features [rows, D], or one for each input
-        Features without a graph, as any array that the loss takes, a row for each of the chunk.
+        Features without a graph, as any array that the loss takes, a row for each of the chunk. It
+        may return the same memory for each chunk.
         Several callables, here and in `backward`, are in the order of `inputs`.
     backward : callable (chunk, gradient), or one for each input; None for a locked encoder
         Receives the gradient of the loss with respect to `encode(chunk)`, as an array of
@@ -87,7 +89,7 @@ def grad_cache(
     features = []
     for i, (run, entry, slices) in enumerate(zip(encoders, entries, chunks, strict=True)):
         name = f"encode[{i}]" if isinstance(encode, (list, tuple)) else "encode"
-        features.append(_concatenated([_encoded(name, run, entry, rows) for rows in slices]))
+        features.append(_encode_batch(name, run, entry, slices))
     if isinstance(inputs, Mapping):
         out = loss_and_grad(**dict(zip(names, features, strict=True)), **options)
     else:
@@ -105,13 +107,48 @@ def grad_cache(
     return out
 
 
-def _encoded(name: str, encode: Encode, entry: Any, rows: slice) -> Any:
+def _encode_batch(name: str, encode: Encode, entry: Any, slices: Sequence[slice]) -> Any:
+    """The features of all rows. `name` names the encoder in errors.
+
+    Each chunk is copied before the next one is encoded, because an encoder may return the same
+    memory for each. JAX's arrays do not change, so they are concatenated.
+    """
+    chunks: Iterator[Any] = (_encode_chunk(name, encode, entry, rows) for rows in slices)
+    first = next(chunks)
+    library = type(first).__module__.partition(".")[0]
+    if library in ("jax", "jaxlib"):
+        return sys.modules["jax"].numpy.concatenate([first, *chunks])
+    chunks, shape = chain([first], chunks), (slices[-1].stop, *first.shape[1:])
+    if library == "torch":
+        batch = first.new_empty(shape)
+    else:
+        xp = sys.modules["cupy" if library == "cupy" else "numpy"]
+        batch, chunks = xp.empty_like(first, shape=shape), map(xp.asanyarray, chunks)
+    for rows, features in zip(slices, chunks, strict=True):
+        copy_chunk(name, batch, rows, features)
+    return batch
+
+
+def _encode_chunk(name: str, encode: Encode, entry: Any, rows: slice) -> Any:
     """The features of a chunk. ValueError, naming the encoder `name`, unless they are its rows."""
     features, n = encode(select_rows(entry, rows)), rows.stop - rows.start
     shape: tuple[int, ...] = getattr(features, "shape", ())
     if len(shape) < 2 or shape[0] != n:
         raise ValueError(f"{name}: expected features of {n} rows, got {validation.what(features)}")
     return features
+
+
+def copy_chunk(name: str, batch: Any, rows: slice, features: Any) -> None:
+    """Copy the features of a chunk to their rows of the batch.
+
+    ValueError, naming the encoder `name`, unless all chunks have the same width and dtype.
+    """
+    if features.shape[1:] != batch.shape[1:] or features.dtype != batch.dtype:
+        raise ValueError(
+            f"{name}: expected the same width and dtype of all chunks, got "
+            f"{validation.what(batch[: rows.start])}, and then {validation.what(features)}"
+        )
+    batch[rows] = features
 
 
 def _require_gradients(function: Any) -> None:
@@ -207,15 +244,3 @@ def one_each(name: str, value: Any, n: int) -> list[Any]:
         if not callable(one) and not (one is None and name == "backward"):
             raise TypeError(f"{name}: expected a callable, got {type(one).__name__} {one!r}"[:120])
     return each
-
-
-def _concatenated(chunks: list[Any]) -> Any:
-    """Chunks of features concatenated by their own library."""
-    if len(chunks) == 1:
-        return chunks[0]
-    library = type(chunks[0]).__module__.partition(".")[0]
-    if library == "torch":
-        return sys.modules["torch"].cat(chunks)
-    if library in ("jax", "jaxlib"):
-        return sys.modules["jax"].numpy.concatenate(chunks)
-    return sys.modules["cupy" if library == "cupy" else "numpy"].concatenate(chunks)

@@ -209,6 +209,18 @@ def test_calls_of_each_prefix(options: dict[str, Any], passes: list[bool]) -> No
     np.testing.assert_allclose(got.grads.text, grads["text"], rtol=1e-9, atol=1e-13)
 
 
+@pytest.mark.parametrize("dims", [(4, 16), (4, 8, 12)])
+@pytest.mark.parametrize("end", ["", "_and_grad"])
+@pytest.mark.parametrize("name", NAMES)
+def test_an_error_names_the_workspace_that_works(name: str, end: str, dims: Any) -> None:
+    """The least of the widest prefix, which is the largest."""
+    features = one_problem(name, rows=800, width=16).features
+    options: dict[str, Any] = {"scale": 2.0, "dims": dims, "normalize": True}
+    with pytest.raises(ValueError, match="workspace: expected at least") as error:
+        function(name, end)(*features, workspace=1, **options)
+    function(name, end)(*features, workspace=int(str(error.value).split()[4]), **options)
+
+
 @pytest.mark.parametrize("normalize", [False, True])
 def test_memory_of_one_pass(normalize: bool) -> None:
     """One pass takes at most the workspace, the gradients and vectors."""

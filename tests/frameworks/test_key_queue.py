@@ -3,12 +3,15 @@ test_torch_ranks.py."""
 
 import copy
 import io
+import pickle
 from typing import Any
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
 import infonce.torch as it  # noqa: E402
 
 pytestmark = pytest.mark.extras
@@ -109,6 +112,42 @@ def reloaded(queue: Any) -> Any:
     return other
 
 
+def from_earlier_checkpoint(queue: Any) -> Any:
+    """Of a module that has the queue. `counts` was a dict, `_extra_state`."""
+    state = {f"part.{name}": z for name, z in queue.state_dict().items() if name != "counts"}
+    state["part._extra_state"] = {"filled": queue.filled, "has_ids": True}
+    whole = torch.nn.ModuleDict({"part": it.KeyQueue(queue.size, WIDTH)})
+    whole.load_state_dict(state)
+    assert "part._extra_state" in state
+    return whole["part"]
+
+
+def from_safetensors(queue: Any) -> Any:
+    tensors = pytest.importorskip("safetensors.torch")
+    other = it.KeyQueue(queue.size, WIDTH)
+    other.load_state_dict(tensors.load(tensors.save(queue.state_dict())))
+    return other
+
+
+def with_copied_buffers(queue: Any) -> Any:
+    """As an average of a model's weights is made; also of a copy that has stored keys itself."""
+    other = copy.deepcopy(filled(queue.size, 2))
+    for mine, its in zip(other.buffers(), queue.buffers(), strict=True):
+        mine.copy_(its)
+    return other
+
+
+def pickled(queue: Any) -> Any:
+    return pickle.loads(pickle.dumps(queue))
+
+
+def assigned(queue: Any) -> Any:
+    with torch.device("meta"):
+        other = it.KeyQueue(queue.size, WIDTH)
+    other.load_state_dict(queue.state_dict(), assign=True)
+    return copy.deepcopy(other)
+
+
 def on_meta(queue: Any) -> Any:
     with torch.device("meta"):
         other = it.KeyQueue(queue.size, WIDTH)
@@ -119,7 +158,11 @@ def on_meta(queue: Any) -> Any:
 
 
 @pytest.mark.parametrize("size", [4, 20])
-@pytest.mark.parametrize("again", [reloaded, copy.deepcopy, on_meta])
+@pytest.mark.parametrize(
+    "again",
+    [reloaded, copy.deepcopy, pickled, on_meta, assigned, with_copied_buffers, from_safetensors,
+     from_earlier_checkpoint],
+)  # fmt: skip
 def test_a_queue_goes_on(again: Any, size: int) -> None:
     queue = filled(size)
     other = again(queue)
@@ -163,6 +206,41 @@ def test_compiled(with_ids: bool) -> None:
         torch.testing.assert_close(*(queue.ids for queue in queues), rtol=0, atol=0)
         assert queues[0].filled == queues[1].filled == min(40, 3 * number + 3)
     assert len(graphs) == 3  # the first call has the empty queue, whose length is a constant
+
+
+def test_a_compiled_queue_that_is_loaded() -> None:
+    torch.compiler.reset()
+    queue = it.KeyQueue(40, WIDTH)
+    compiled = torch.compile(queue, fullgraph=True, backend="aot_eager")
+    for number in range(3):
+        compiled(*batch(number, 3))
+    queue.load_state_dict(filled(40, 2).state_dict())
+    assert len(compiled(*batch(5, 3))[0]) == 9
+    assert queue.filled == 9
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_would_store_keys_twice(use_reentrant: bool) -> None:
+    """In evaluation mode, in which nothing is stored, the call may be computed again."""
+    queue, encoder, (key, ids) = filled(), torch.nn.Linear(WIDTH, WIDTH), batch(7, 3)
+    gradients = []
+
+    def loss(z: Any) -> Any:
+        query = encoder(z)
+        return it.info_nce_loss(query, queue(key, ids)[0], scale=5.0, normalize=True)
+
+    def step() -> Any:
+        z = key.clone().requires_grad_()
+        return checkpoint(loss, z, use_reentrant=use_reentrant).backward()
+
+    with pytest.raises(RuntimeError, match=r"KeyQueue: expected a call outside of torch\.utils\.c"):
+        step()
+    queue.eval()
+    for run in (step, lambda: loss(key).backward()):
+        encoder.zero_grad()
+        run()
+        gradients.append(encoder.weight.grad)
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.gpu

@@ -224,7 +224,7 @@ def test_queue_of_the_keys_of_all_ranks(fixture: str, request: pytest.FixtureReq
         ]
     for rank in ranks:
         torch.testing.assert_close(rank["kept"], list(kept))
-        assert rank["filled"] == [torch_ranks.QUEUE_SIZE] * 2
+        assert rank["filled"] == [torch_ranks.QUEUE_SIZE] * 3
 
 
 @pytest.mark.parametrize(("kind", "way"), torch_ranks.CACHED)

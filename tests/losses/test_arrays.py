@@ -1,5 +1,6 @@
 """Other libraries' arrays: the same results, as arrays of the caller's kind, without copies."""
 
+import functools
 import sys
 import weakref
 from typing import Any
@@ -199,6 +200,22 @@ def test_tensors_under_a_transformation_cannot_be_read(torch: Any) -> None:
     loss = torch.func.grad(lambda z: infonce.clip_loss(z, tensor, scale=1.0))
     with pytest.raises(TypeError, match="image: expected an array that can be read, got Tensor: "):
         loss(tensor)
+
+
+@pytest.mark.parametrize("mode", ["real", "fake"])
+def test_make_fx_records_no_constant(torch: Any, mode: str) -> None:
+    """Also for a repeated call, which has its own way."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    z = torch.ones(6, 4)
+    for loss in (infonce.clip_loss, infonce.clip_loss_and_grad, infonce.torch.clip_loss):
+        call = functools.partial(loss, text=z, scale=1.0)
+        call(z)
+        with pytest.raises(TypeError, match=r"image: .* make_fx would record the loss as a const"):
+            make_fx(lambda image: call(image), tracing_mode=mode)(z)  # noqa: B023
+    eye, module = torch.eye(6, 4), infonce.torch.CLIPLoss(scale=1.0)
+    graph = make_fx(torch.export.export(module, (z, eye)).module())(z, eye)
+    torch.testing.assert_close(graph(eye, z), module(eye, z))
 
 
 @pytest.mark.parametrize("argument", ["query", "key", "labels", "ids", "scale", "grad_out"])

@@ -38,6 +38,40 @@ def test_locked_encoders_have_no_backward() -> None:
     assert not np.any(image.gradient)
 
 
+@pytest.mark.parametrize("chunk", [2, 6])
+@pytest.mark.parametrize("library", ["numpy", pytest.param("torch", marks=pytest.mark.extras)])
+def test_an_encoder_may_return_the_same_memory(library: str, chunk: int) -> None:
+    """For each chunk, and for both inputs. (With JAX no array changes.)"""
+    xp: Any = pytest.importorskip(library)
+    x, y = (xp.asarray(z) for z in np.random.default_rng(0).standard_normal((2, 6, 7)))
+    memory = xp.empty((chunk, 7), dtype=xp.float64)
+
+    def encode(z: Any) -> Any:
+        memory[:] = 2 * z
+        return memory
+
+    got: list[Any] = []
+    out = infonce.grad_cache(
+        infonce.clip_loss_and_grad, (x, y), encode, lambda z, g: got.append(g), chunk, scale=2.0
+    )
+    want = infonce.clip_loss_and_grad(2 * x, 2 * y, scale=2.0)
+    assert out.loss == want.loss
+    got = [np.concatenate(side) for side in np.split(np.stack(got), 2)]
+    for side, gradient in zip(got, want.grads[:2], strict=True):
+        np.testing.assert_array_equal(side, gradient)
+
+
+@pytest.mark.parametrize("change", [lambda z: z[:, :1], lambda z: z.astype(np.float32)])
+def test_chunks_of_another_width_or_dtype(change: Any) -> None:
+    x = np.ones((3, 7))
+    words = r"encode: expected the same width and dtype of all chunks, got .* \(2, 7\) .* \(1, "
+    with pytest.raises(ValueError, match=words):
+        infonce.grad_cache(
+            infonce.clip_loss_and_grad, (x, x), lambda z: change(z) if len(z) == 1 else z,
+            no_encoder, 2, scale=1.0,
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [

@@ -1,8 +1,10 @@
 """What the matrix does not compare: accuracy of a large batch, metrics, logits, destinations, and
 features at the ends of float16's range."""
 
+import copy
 import itertools
 import math
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -106,6 +108,23 @@ def test_lse_metrics_and_logits(loss: str, method: str, tile_sides: Any) -> None
         x[np.arange(m), positives] = at
         shown = call(loss, *args, scale=5.0, method=method, return_logits=True).logits
         np.testing.assert_allclose(shown, x, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda r: pickle.loads(pickle.dumps(r))]
+)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_results_can_be_copied_and_pickled(loss: str, copied: Any) -> None:
+    """Before `lse` is read, and after."""
+    args = arguments(loss, *pairs("partly aligned", 20, 20, 5, np.float32, 0))
+    out = getattr(infonce, f"{loss}_loss_and_grad")(*args, scale=5.0, metrics=loss != "siglip")
+    for _ in range(2):
+        np.testing.assert_equal(contents(copied(out)), contents(out))
+
+
+def contents(out: Any) -> Any:
+    metrics = None if out.metrics is None else vars(out.metrics)
+    return out.loss, out.grads._asdict(), out.lse, metrics, out.logits
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])

@@ -191,6 +191,24 @@ def test_gradients_that_overlap_themselves_are_refused(out: np.ndarray) -> None:
     assert not out.any()
 
 
+@pytest.mark.parametrize("method", ["naive", "fused", "tiled"])
+@pytest.mark.parametrize("loss", ["clip", "gte", "siglip"])
+def test_out_may_be_columns_of_one_array(loss: str, method: str) -> None:
+    """Also of the array of the features."""
+    function = getattr(infonce, f"{loss}_loss_and_grad")
+    both = np.concatenate([*Z, np.full((6, 8), np.nan)], axis=1)
+    features, out = (both[:, :4], both[:, 4:8]), (both[:, 8:12], both[:, 12:])
+    got = function(*features, scale=2.0, method=method, out=out)
+    want = function(*Z, scale=2.0, method=method)
+    for gradient, array, expected in zip(got.grads[:2], out, want.grads[:2], strict=True):
+        assert gradient is array
+        np.testing.assert_allclose(gradient, expected, rtol=1e-12, atol=1e-15)
+    np.testing.assert_array_equal(both[:, :8], np.concatenate(Z, axis=1))
+    for shared in ((both[:, 8:12], both[:, 11:15]), (both[:, 3:7], both[:, 12:])):
+        with pytest.raises(ValueError, match="out: expected arrays that share no memory"):
+            function(*features, scale=2.0, out=shared)
+
+
 @pytest.mark.parametrize("out", [strided(32, 8), strided(8, 48), strided(40, 8), strided(64, 16)])
 def test_gradients_with_gaps_are_not(out: np.ndarray) -> None:
     want = infonce.clip_loss_and_grad(*Z, scale=1.0).grads.text

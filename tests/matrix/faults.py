@@ -92,8 +92,8 @@ FAULTS = [
     Mutant(
         "a number that an encoder returns gets its gradient twice, if it is a parameter",
         "infonce/torch/caching.py",
-        "z[0].detach().clone() if _is_number(z[0]) else torch.cat(z)",
-        "z[0] if _is_number(z[0]) else torch.cat(z)",
+        "z.clone() if _is_number(z) else z.new_empty",
+        "z if _is_number(z) else z.new_empty",
         "torch, grad_cache",
     ),
     Mutant(

@@ -6,13 +6,12 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from comparison import METRICS, Result
+from comparison import Result
 from executors import executor, of_teacher
 from problems import Problem, draw
 
@@ -76,17 +75,13 @@ class Call:
         def objective(wanted: Any, others: Any, arrays: Any) -> Any:
             out = loss_of(**wanted, **others, **arrays, **self.options)
             loss, metrics = out if isinstance(out, tuple) else (out, None)
-            if metrics is not None:  # as arrays, which a compiled program may return
-                metrics = {name: getattr(metrics, name) for name in METRICS}
             return (self.upstream.astype(loss.dtype) * loss).sum(), (loss, metrics)
 
         return objective
 
     def result(self, out: Any, grads: dict[str, Any]) -> Result:
         loss, metrics = out
-        found: Result = {"loss": np.asarray(loss), "metrics": None}
-        if metrics is not None:
-            found["metrics"] = SimpleNamespace(**jax.device_get(metrics))
+        found: Result = {"loss": np.asarray(loss), "metrics": jax.device_get(metrics)}
         for name, gradient in grads.items():
             if name in self.problem.kind.locked:
                 assert not gradient.any()

@@ -355,7 +355,8 @@ QUEUE_SIZE = 20  # the first batch leaves room, and the second one fills it
 
 def queue(rank: int, size: int, device: str) -> dict[str, Any]:
     """`KeyQueue` over ranks: [step][keys, ids, gradient of the encoder] under DDP, whose buffers
-    are those of rank 0; buffers at the end; errors of a compiled graph's keys and buffers."""
+    are those of rank 0; buffers at the end, and numbers of keys, also after rank 0 read them from a
+    checkpoint; errors of a compiled graph's keys and buffers."""
     module = Queued(QUEUE_SIZE, dist.group.WORLD).to(device)
     parallel, steps = DistributedDataParallel(module), []
     for step, batch in enumerate(batches(size)):
@@ -375,7 +376,12 @@ def queue(rank: int, size: int, device: str) -> dict[str, Any]:
         for got, want in zip(run(key.to(device), ids), eager(key.to(device), ids), strict=True):
             torch.testing.assert_close(got, want, rtol=0, atol=0)
     torch.testing.assert_close(graph.keys, eager.keys, rtol=0, atol=0)
-    return {"steps": steps, "kept": kept, "filled": [module.queue.filled, graph.filled]}
+    resumed = Queued(QUEUE_SIZE, dist.group.WORLD).to(device)
+    if rank == 0:  # reads the checkpoint, which DDP sends to the other ranks
+        resumed.load_state_dict(module.state_dict())
+    DistributedDataParallel(resumed)
+    filled = [one.filled for one in (module.queue, graph, resumed.queue)]
+    return {"steps": steps, "kept": kept, "filled": filled}
 
 
 def groups(rank: int, size: int, device: str) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from devices import (
     unit,
     whole_loss,
 )
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from reference_problems import LOSSES
 
 import infonce.jax as ij
@@ -214,6 +214,29 @@ def shards() -> None:
         for result in results:
             raises(ValueError, "out_specs which require replication",
                    lambda: jax.jit(over(result, out_specs=SAME))(z, numbers, by_row))  # noqa: B023  # fmt: skip
+
+
+def explicit() -> None:
+    """Arrays that are split over a mesh of explicit axes, in a loss without `axis_name`: results of
+    one device, and gradients that are split as the arrays are."""
+    mesh = jax.make_mesh((R,), ("data",), axis_types=(AxisType.Explicit,))
+    set_mesh = getattr(jax, "set_mesh", None) or jax.sharding.use_mesh  # until JAX 0.7
+    z = features("clip")
+
+    def objective(image: Any, text: Any, scale: Any, **options: Any) -> Any:
+        losses = ij.clip_loss(image, text, scale=scale, **options)
+        return (losses * jnp.arange(1.0, losses.size + 1)).sum()
+
+    for options in ({}, {"reduction": "none"}):
+        step = jax.value_and_grad(partial(objective, **options), (0, 1, 2))
+        want = step(*z, SCALE)
+        for axes in (("data", None), (None, "data"), (None, None)):
+            split = [jax.device_put(v, NamedSharding(mesh, PartitionSpec(*axes))) for v in z]
+            with set_mesh(mesh):
+                for run in (step, jax.jit(step)):
+                    got = run(*split, SCALE)
+                    close(f"explicit axes {axes}, {options}", got, want)
+                    assert [*map(jax.typeof, got[1][:2])] == [*map(jax.typeof, split)]
 
 
 def not_a_number() -> None:

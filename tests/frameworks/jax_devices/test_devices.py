@@ -58,7 +58,8 @@ def test_dtypes_and_tables() -> None:
 
 
 def test_errors_and_documentation() -> None:
-    run("programs_over_devices.py", 4, "refused", "shards", "not_a_number", "page")
+    cases = "refused", "shards", "explicit", "not_a_number", "page"
+    run("programs_over_devices.py", 4, *cases)
 
 
 def test_two_processes() -> None:

@@ -171,6 +171,38 @@ def test_outputs_that_are_inputs(encoder: Any, chunk: int) -> None:
     assert text.grad is None
 
 
+class StaticOutput(torch.autograd.Function):
+    """x w in memory that all calls share, as the outputs of CUDA graphs are."""
+
+    memory = torch.empty(64, 4, dtype=torch.float64)
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, w: Any) -> Any:
+        ctx.save_for_backward(x, w)
+        return torch.mm(x, w, out=StaticOutput.memory[: len(x)]).detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        x, w = ctx.saved_tensors
+        return gradient @ w.T, x.T @ gradient
+
+
+@pytest.mark.parametrize("chunk", [4, ROWS])
+@pytest.mark.parametrize("in_one_encoder", [False, True])
+def test_outputs_in_static_memory(in_one_encoder: bool, chunk: int) -> None:
+    inputs, results = pairs(), []
+    for product in (torch.mm, StaticOutput.apply):
+        w = torch.eye(WIDTH, 4, dtype=torch.float64).requires_grad_()
+        encode: Any = lambda z, run=product, w=w: run(z, w)  # noqa: E731
+        encoders: Any = [encode, encode]
+        if in_one_encoder:
+            encoders = lambda a, b, encode=encode: (encode(a), b[:, :4])  # noqa: E731
+        loss = it.grad_cache(encoders, inputs, it.clip_loss, chunk, scale=4.0, normalize=True)
+        results.append([loss, w.grad])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-13)
+
+
 @pytest.mark.parametrize("loss", [it.clip_loss, it.lit_loss])
 def test_a_frozen_encoder_runs_once(towers: Any, loss: Any) -> None:
     """One whose parameters are frozen, or one that the loss locks."""
