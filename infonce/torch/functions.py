@@ -127,12 +127,13 @@ def _over_prefixes(
             came = validation.what(z)
             raise TypeError(f"{name}: expected a tensor [rows, features], got {came}")
     widths_and_weights, others = prefixes.read_prefixes(kind, features, options)
-    total: Any = 0.0
-    out: Any = None
-    for width, weight in widths_and_weights:
-        out = _apply(kind, [z[..., :width] for z in features], dict(others), labels, bias)
-        total = total + weight * (out[0] if others.get("metrics") else out)
-    return (total, out[1]) if others.get("metrics") else total
+    outs = [  # the widest prefix comes first, as in `prefixes.loss`
+        _apply(kind, [z[..., :width] for z in features], dict(others), labels, bias)
+        for width, _ in reversed(widths_and_weights)
+    ][::-1]
+    losses = [out[0] for out in outs] if others.get("metrics") else outs
+    total = sum(weight * z for (_, weight), z in zip(widths_and_weights, losses, strict=True))
+    return (total, outs[-1][1]) if others.get("metrics") else total
 
 
 def require_known(function: str, options: Collection[str], known: Collection[str]) -> None:
