@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -125,6 +126,8 @@ def _over_ranks(function: Callable[..., Any], kind: Loss, with_grad: bool) -> Ca
             else:
                 loss, caller_arrays, loss_options = with_own(kind, caller_arrays, options)
         except Exception as error:
+            if rank_options["comm"] is None and "mpi4py.MPI" not in sys.modules:
+                raise  # no rank knows of this one yet, and MPI is not started for an error
             refusal = error  # all ranks learn of it
         return evaluate(
             loss, caller_arrays, labels, bias, loss_options, rank_options, with_grad, teacher,

@@ -12,21 +12,19 @@ from infonce.kernels.problem import Problem
 from infonce import spec
 
 ROWS = np.ones((4, 2))
-# name of an option -> fields of a problem that has only this option
-GIVEN: dict[str, dict[str, Any]] = {
-    "ids": {"query_ids": ROWS, "key_ids": ROWS},
-    "groups": {"query_groups": ROWS, "key_groups": ROWS},
-    "positive_ids": {"query_positive_ids": ROWS, "key_positive_ids": ROWS},
-    "false_negative_margin": {"false_negative_margin": 0.1},
-    "guide": {"guide_query": ROWS, "guide_key": ROWS},
-    "key_bias": {"key_bias": ROWS},
-}
+
+
+def given(option: PairOption) -> dict[str, Any]:
+    """Fields of a problem that has only this option: two vectors, or one, or a number."""
+    sides = {form.format(option.name) for form in ("query_{}", "key_{}", "{}_query", "{}_key")}
+    value = 0.1 if isinstance(option.default, float) else ROWS
+    return {field.name: value for field in fields(Problem) if field.name in {*sides, option.name}}
 
 
 @pytest.mark.parametrize("option", PAIR_OPTIONS, ids=str)
 def test_a_problem_knows_its_options(option: PairOption) -> None:
     """The flags of `Problem.pair_options` have the order of the list."""
-    problem = Problem(ROWS, ROWS, 1.0, 1.0, **GIVEN[option.name])
+    problem = Problem(ROWS, ROWS, 1.0, 1.0, **given(option))
     assert problem.pair_options == (option,)
     assert problem.plain_logits is not option.changes_logits
     assert problem.compares_with_limits is bool(option.compares)
