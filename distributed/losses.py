@@ -126,7 +126,8 @@ def _over_ranks(function: Callable[..., Any], kind: Loss, with_grad: bool) -> Ca
             else:
                 loss, caller_arrays, loss_options = with_own(kind, caller_arrays, options)
         except Exception as error:
-            if rank_options["comm"] is None and "mpi4py.MPI" not in sys.modules:
+            MPI = sys.modules.get("mpi4py.MPI")
+            if rank_options["comm"] is None and not (MPI and MPI.Is_initialized()):
                 raise  # no rank knows of this one yet, and MPI is not started for an error
             refusal = error  # all ranks learn of it
         return evaluate(

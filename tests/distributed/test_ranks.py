@@ -284,6 +284,28 @@ def test_rank_in_trouble_on_gpus(what: str, exchange: str, how: str) -> None:
     assert low < float(error[1]) < high, output
 
 
+def test_mpi_that_is_not_started_is_told() -> None:
+    """`infonce info` loads MPI without starting it; then MPI would end the process."""
+    program = """
+import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+import numpy, infonce
+for features in ([numpy.ones((3, 2))], [numpy.ones((3, 2))] * 2):
+    try:
+        infonce.distributed.clip_loss(*features, scale=1.0, normalize=True)
+    except (TypeError, RuntimeError) as error:
+        print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT,
+        env=ENVIRONMENT, check=True,
+    )  # fmt: skip
+    missing, not_started = done.stdout.splitlines()
+    assert "got no text" in missing
+    assert not_started.startswith("MPI is not started")
+
+
 def test_example_of_the_page(tmp_path: Path) -> None:
     """The program of docs/distributed.md: one loss on all ranks."""
     page = (HERE.parents[1] / "docs" / "distributed.md").read_text()
