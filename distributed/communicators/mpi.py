@@ -65,14 +65,14 @@ def connect(comm: Any = None) -> Communicator:
     if comm is not None and "mpi4py" not in sys.modules:
         raise TypeError(f"comm: expected an mpi4py communicator, got {type(comm).__name__}")
     MPI = load_mpi()
+    comm = MPI.COMM_WORLD if comm is None else comm
+    if not isinstance(comm, MPI.Comm):
+        raise TypeError(f"comm: expected an mpi4py communicator, got {type(comm).__name__}")
     if not MPI.Is_initialized():  # else MPI would end the process
         raise RuntimeError(
             "MPI is not started, because mpi4py.rc.initialize was False (`infonce info` sets it): "
             "call mpi4py.MPI.Init_thread()"
         )
-    comm = MPI.COMM_WORLD if comm is None else comm
-    if not isinstance(comm, MPI.Comm):
-        raise TypeError(f"comm: expected an mpi4py communicator, got {type(comm).__name__}")
     if comm == MPI.COMM_NULL or comm.Is_inter():
         raise ValueError("comm: expected an intra-communicator that this rank is part of")
     if _attribute is None:
