@@ -6,9 +6,8 @@ losses.py calls `evaluate`. agreement.py, transports/choice.py and run.py do the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
-
-import numpy as np
 
 from infonce import arrays, dispatch
 from infonce.checks import prefixes
@@ -22,8 +21,6 @@ from .communicators.mpi import connect
 from .schedule import require_options
 from .transports import choice as transports
 from .transports.base import Transport
-
-REAL = (int, float, np.integer, np.floating)
 
 
 def evaluate(
@@ -115,10 +112,10 @@ def evaluate(
 def _read_timeout(timeout: Any) -> tuple[float | None, Exception | None]:
     """The timeout of a call, and the error if it is not one: then all ranks raise the error, within
     the default timeout."""
-    if timeout is not None and (
-        isinstance(timeout, bool) or not isinstance(timeout, REAL) or not timeout > 0
-    ):
+    if timeout is None:
+        return None, None
+    if isinstance(timeout, bool) or not isinstance(timeout, Real) or not float(timeout) > 0:
         return TIMEOUT, ValueError(
             f"timeout: expected a positive number of seconds or None, got {timeout!r}"
         )
-    return None if timeout is None else float(timeout), None
+    return float(timeout), None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from infonce.spec import Loss
 
 from .call import evaluate
 from .communicators.base import TIMEOUT
+from .communicators.mpi import is_started
 
 RANK_OPTIONS: dict[str, Any] = {
     "comm": None,
@@ -126,8 +126,7 @@ def _over_ranks(function: Callable[..., Any], kind: Loss, with_grad: bool) -> Ca
             else:
                 loss, caller_arrays, loss_options = with_own(kind, caller_arrays, options)
         except Exception as error:
-            MPI = sys.modules.get("mpi4py.MPI")
-            if rank_options["comm"] is None and not (MPI and MPI.Is_initialized()):
+            if rank_options["comm"] is None and not is_started():
                 raise  # no rank knows of this one yet, and MPI is not started for an error
             refusal = error  # all ranks learn of it
         return evaluate(

@@ -51,6 +51,12 @@ def load_mpi() -> Any:
     return MPI
 
 
+def is_started() -> bool:
+    """Whether this process has started MPI. MPI may be loaded, but not started."""
+    MPI = sys.modules.get("mpi4py.MPI")
+    return MPI is not None and bool(MPI.Is_initialized())
+
+
 _attribute: Any = None  # the key of the MPI attribute that stores the MPIRanks of a communicator
 
 
@@ -68,7 +74,7 @@ def connect(comm: Any = None) -> Communicator:
     comm = MPI.COMM_WORLD if comm is None else comm
     if not isinstance(comm, MPI.Comm):
         raise TypeError(f"comm: expected an mpi4py communicator, got {type(comm).__name__}")
-    if not MPI.Is_initialized():  # else MPI would end the process
+    if not is_started():  # else MPI would end the process
         raise RuntimeError(
             "MPI is not started, because mpi4py.rc.initialize was False (`infonce info` sets it): "
             "call mpi4py.MPI.Init_thread()"
