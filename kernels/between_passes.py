@@ -114,8 +114,7 @@ def finalize(
     if own is not None:
         losses = losses + own.row_nans
     if log_scale_grad is not None:
-        # `log_scale_grad` gets no NaN flags: see `solve.find_nan`. Kernels leave it finite if
-        # all logits that are not finite are -inf, or excluded
+        # gets no NaN flags: see `solve.find_nan`
         log_scale_grad = problem.upstream * log_scale_grad
 
     # `pull` is -scale dL/dx at the positives, by all terms of the loss. `inserted_pull` is the part

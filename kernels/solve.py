@@ -212,9 +212,9 @@ def make_solution(finalized: Finalized, stats: Statistics, loss: Any, scale_grad
 
 
 def find_nan(xp: Any, losses: Array) -> Any:
-    """NaN if a loss is NaN, else 0: the gradient of the scale adds it to its sum over pairs.
+    """NaN if a loss is NaN, else 0: the gradients of scale and bias add it to sums over pairs.
 
-    The sum leaves out excluded pairs and logits of -inf, so it may be finite although a loss is
+    The sums leave out excluded pairs and logits of -inf, so they may be finite although a loss is
     NaN.
     """
     return xp.where(xp.isnan(losses), xp.nan, 0.0).sum()
@@ -348,12 +348,8 @@ class Vectors:
         return replace(unread, row_factor=sigmoid.row_factor)
 
     def losses_with_nans(self, problem: Problem, sigmoid: Sigmoid, backend: Backend) -> Array:
-        """The losses of a sigmoid, NaN where they depend on a feature that is not finite. Changes
-        `sigmoid.log_scale_grad` likewise."""
-        nan_flags = backend.row_nans(problem)
-        if sigmoid.log_scale_grad is not None:
-            sigmoid.log_scale_grad += nan_flags
-        return sigmoid.losses + nan_flags
+        """The losses of a sigmoid, NaN where they depend on a feature that is not finite."""
+        return sigmoid.losses + backend.row_nans(problem)
 
     def totals(
         self, problem: Problem, losses: Array, log_scale_grad: Array | None,
@@ -365,13 +361,13 @@ class Vectors:
         not wanted. The gradient of the scale is the float64 sum of `log_scale_grad` (`Finalized`)
         and `dots` (`Gradients`). `bias_grad` [M]: the bias's gradient by row, times the scale.
         """
-        scale = problem.scale
-        total_bias_grad = None if bias_grad is None else bias_grad.sum() / scale
         parts = (log_scale_grad, 1.0), (dots, problem.pair_repeats)
         scale_parts = [part.sum() / divisor for part, divisor in parts if part is not None]
-        scale_grad = None
+        scale_grad = total_bias_grad = None
         if scale_parts:
-            scale_grad = sum(scale_parts) / scale + find_nan(self.xp, losses)
+            scale_grad = sum(scale_parts) / problem.scale + find_nan(self.xp, losses)
+        if bias_grad is not None:
+            total_bias_grad = bias_grad.sum() / problem.scale + find_nan(self.xp, losses)
         return None, scale_grad, total_bias_grad
 
     def sum_over_ranks(self, numbers: Array, divisors: Sequence[float], dtype: Any) -> Array:

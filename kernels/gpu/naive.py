@@ -16,7 +16,7 @@ import numpy as np
 from ..arrays.naive import matrix_bytes, solve_whole_matrix
 from ..epilogues import Statistics, Sums
 from ..problem import LOG2_E, Array, Gradients, Problem, materialize_vectors
-from ..solve import Solution
+from ..solve import Solution, find_nan
 from .device import compiler
 from .device.arguments import Fields, matrix, scalar, valid_scale, with_strides_in_whole_elements
 from .device.signatures import signature
@@ -180,7 +180,8 @@ def solve_logits(
         column_lse=columns and columns.lse, column_gap=columns and columns.gap,
         sigmoid=sigmoid, bias=bias, g=g, dots=dots, sums=sums,
     )  # fmt: skip
-    solution.scale_grad = dots.sum() / problem.scale
+    nan = find_nan(cupy, solution.losses)
+    solution.scale_grad = dots.sum() / problem.scale + nan
     if sigmoid:
-        solution.bias_grad = sums.sum()
+        solution.bias_grad = sums.sum() + nan
     return solution, g

@@ -412,10 +412,6 @@ class TiledVectors(ElementwiseVectors):
         return problem, Sigmoid(row_factor, losses, bias_grad, log_scale_grad, positive)
 
     def losses_with_nans(self, problem: Problem, sigmoid: Sigmoid, backend: Any) -> Array:
-        """The losses; NaN if they depend on a feature that is not finite.
-
-        The gradient of the scale is NaN without help: it contains 0 times infinity.
-        """
         return self.find_and_add_nans(problem, sigmoid.losses, self.any_key)
 
     def find_and_add_nans(self, problem: Problem, losses: Array, any_key: Array) -> Array:

@@ -155,8 +155,32 @@ def test_a_wrong_label_spoils_its_row(method: str) -> None:
     rows = infonce.info_nce_loss(*arrays, scale=6.0, method=method, reduction="none")
     assert np.flatnonzero(np.isnan(rows.get())).tolist() == [3]
     mean = call("info_nce", *arrays, scale=6.0, method=method)
-    assert np.isnan(float(mean.loss))
-    assert all(np.isfinite(cupy.asnumpy(z)).all() for z in mean.grads)
+    assert np.isnan([float(mean.loss), float(mean.grads.scale)]).all()
+    assert all(np.isfinite(cupy.asnumpy(z)).all() for z in mean.grads[:2])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("poisoned", ["query", "key", "guide query", "guide key", "no guide"])
+def test_gradients_of_numbers_are_nan_where_the_loss_is(poisoned: str, method: str) -> None:
+    """Also if ids exclude all negatives, or no row has a positive, and if all logits that are not
+    finite are -inf."""
+    rng = np.random.default_rng(0)
+    sides = {
+        name: rng.standard_normal((40, 8)) for name in ("query", "key", "guide query", "guide key")
+    }
+    if poisoned == "no guide":
+        image, text = np.abs(sides["query"]), np.abs(sides["key"])
+        text[1] = -np.inf
+        out = call("siglip", *map(cupy.asarray, (image, text)), method=method)
+        assert np.isnan([float(z) for z in (out.loss, out.grads.scale, out.grads.bias)]).all()
+        return
+    sides[poisoned][1] = np.nan
+    query, key, *guide = map(cupy.asarray, sides.values())
+    options: dict[str, Any] = {"ids": cupy.zeros(40, int), "guide": tuple(guide)}
+    for labels in (cupy.full(40, -1), cupy.arange(40)):
+        for wrt in (None, ["scale"]):
+            out = call("info_nce", query, key, labels, scale=2.0, wrt=wrt, method=method, **options)
+            assert np.isnan([float(out.loss), float(out.grads.scale)]).all()
 
 
 def test_fused_counts_no_ranks() -> None:

@@ -189,6 +189,15 @@ def test_what_is_not_finite_makes_the_gradient_of_the_scale_nan(poisoned: str, m
             assert np.isnan([out.loss, out.grads.scale]).all()
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_not_finite_makes_the_gradient_of_the_bias_nan(method: str) -> None:
+    """Also if the logits are -inf, whose probability is 0."""
+    image, text = np.ones((2, 3, 4))
+    text[1] = -np.inf
+    out = infonce.siglip_loss_and_grad(image, text, method=method)
+    assert np.isnan([out.loss, out.grads.scale, out.grads.bias]).all()
+
+
 @pytest.mark.parametrize("method", ["fused", "tiled"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_float16_extremes(loss: str, method: str) -> None:

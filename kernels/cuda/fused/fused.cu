@@ -116,6 +116,14 @@ __device__ double sum_vector(const T* v, i64 n, const double* weights = nullptr)
   return warp_sum(sum);
 }
 
+// NaN if one of v[0 .. n) is NaN, else 0, by one warp.
+template <class T>
+__device__ double find_nan(const T* v, i64 n) {
+  bool any = false;
+  for (i64 i = threadIdx.x % 32; i < n; i += 32) any |= isnan(v[i]);
+  return __any_sync(ALL_LANES, any) ? NAN_ : 0;
+}
+
 extern "C" __global__ void __launch_bounds__(FUSED_THREADS)
 fused(const __grid_constant__ Fused f) {
   __shared__ Shared shared;
@@ -191,7 +199,8 @@ fused(const __grid_constant__ Fused f) {
     }
     if (blockIdx.x == gridDim.x - 1 && threadIdx.x < 32) {
       // z = scale x + bias, so dL/dz is P / scale: dL/dscale = sum of P x / scale, dL/dbias = sum of P / scale
-      const double dots = sum_vector(f.row_dot, f.m), sums = sum_vector(f.row_sum, f.m);
+      const double nan = find_nan(f.losses, f.m);
+      const double dots = sum_vector(f.row_dot, f.m) + nan, sums = sum_vector(f.row_sum, f.m) + nan;
       if (threadIdx.x == 0) {
         *f.scale_grad = (Real)(dots / ((SYMMETRIC ? 2 : 1) * scale));  // SYMMETRIC: P has each pair twice
         *f.bias_grad = (Real)(sums / scale);

@@ -275,6 +275,7 @@ __device__ __forceinline__ double weighted(double x, double weight) {
 }
 
 // The scalars of a result. log_scale_grad, dots and bias_grad may be null, and count as 0; null row_shares count as 1.
+// Both gradients are NaN if a loss is NaN (`solve.find_nan` in Python).
 //
 //     loss:                  out[0] = common_share * sum of losses[i] * row_shares[i]
 //     gradient of the scale: out[1] = (sum of log_scale_grad + sum of dots / pair_repeats) / scale
@@ -298,9 +299,10 @@ struct Totals {
   // Adds row i to the sums x of losses, log_scale_grad, dots and bias_grad.
   __device__ __forceinline__ void add(double* x, i64 i) const {
     if (i < m) {
-      x[0] += row_shares ? weighted(losses[i], row_shares[i]) : losses[i];
-      if (log_scale_grad) x[1] += log_scale_grad[i];
-      if (bias_grad) x[3] += bias_grad[i];
+      const double loss = losses[i], nan = isnan(loss) ? NAN_ : 0;
+      x[0] += row_shares ? weighted(loss, row_shares[i]) : loss;
+      x[1] += log_scale_grad ? log_scale_grad[i] + nan : nan;
+      x[3] += bias_grad ? bias_grad[i] + nan : nan;
     }
     if (dots && i < count) x[2] += dots[i];
   }
@@ -376,7 +378,7 @@ __device__ __forceinline__ double log_scale_gradient(const FinalizeArguments& f,
 __device__ __forceinline__ void put_row(const FinalizeArguments& f, i64 i, const DirectionLosses& row, double a,
                                         double loss, double log_scale_grad, double at_positives) {
   f.losses[i] = loss + *f.any_key_not_finite + (f.row_nans ? f.row_nans[i] : 0);
-  // log_scale_grad gets no NaN flag (kernels/between_passes.py says which features leave it finite)
+  // log_scale_grad gets no NaN flag: `Totals` looks at the losses
   if (f.log_scale_grad) f.log_scale_grad[i] = log_scale_gradient(f, i, log_scale_grad, at_positives);
   f.row_loss[i] = row.loss;
   f.row_reference[i] = get_reference(row.lse2);
