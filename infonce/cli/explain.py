@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -27,6 +28,13 @@ class _Explain(click.Command):
         return super().parse_args(ctx, args)
 
 
+def _pair_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with a flag for each option of pairs."""
+    for name in reversed(explanation.FLAGS):
+        command = click.option(flag(name), is_flag=True, help=f"The call has {name}.")(command)
+    return command
+
+
 @click.command(cls=_Explain)
 @click.argument("loss", metavar="LOSS", type=click.Choice([*ALL_LOSSES]))
 @click.argument("rows", type=int)
@@ -41,9 +49,7 @@ class _Explain(click.Command):
 @click.option("--loss-alone", is_flag=True, help="Without gradients.")
 @click.option("--normalize", is_flag=True, help="Divide rows by their L2 norm first.")
 @click.option("--ids", count=True, help="The call has ids; once for each of their columns.")
-@click.option("--groups", is_flag=True, help="The call has groups.")
-@click.option("--guide", is_flag=True, help="The call has a guide.")
-@click.option("--positive-ids", is_flag=True, help="The call has positive ids.")
+@_pair_options
 @click.option("--own", type=int, default=0, help="Own negatives of each row (info_nce).")
 @click.option(
     "--own-table", type=int, default=0, help="Rows of the table that has own negatives by index."

@@ -34,6 +34,8 @@ from .token_calls import count_token_work, schedule_tokens
 from .work import naive_memory, schedule_work
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
+# Options of pairs that a call has or lacks. Ids have a number of columns
+FLAGS = tuple(option.name for option in PAIR_OPTIONS if option.name != "ids")
 # benchmark record of a checkout; it is not part of an installed package
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu.json"
 
@@ -52,9 +54,6 @@ def explain(
     wrt: Sequence[str] | None = None,
     normalize: bool = False,
     ids: bool | int = False,
-    groups: bool = False,
-    guide: bool = False,
-    positive_ids: bool = False,
     own: int = 0,
     own_table: int = 0,
     dims: Sequence[int] | None = None,
@@ -63,6 +62,7 @@ def explain(
     key_tokens: int = 0,
     query_mask: bool = False,
     key_mask: bool = False,
+    **pair_options: bool,
 ) -> Explanation:
     """How a call of a loss with gradients would run on a GPU.
 
@@ -92,8 +92,6 @@ def explain(
         As in the functions of the losses. With an empty `wrt`, the call has no gradients.
     ids : bool or int, default False
         Whether the call has ids, or the number of their columns.
-    groups, guide, positive_ids : bool, default False
-        Whether the call has groups, a guide (of as many features) or positive ids.
     own : int, default 0
         Own negatives of each row, K. If the call has gradients, theirs is wanted, too.
     own_table : int, default 0
@@ -104,6 +102,8 @@ def explain(
         Tokens of a row, if rows are sets of tokens (late interaction).
     query_mask, key_mask : bool, default False
         Whether tokens of queries, or of keys, have a mask.
+    {flags} : bool, default False
+        Whether the call has the option; a guide has as many features.
 
     Returns
     -------
@@ -127,10 +127,10 @@ def explain(
     for name, value in sizes.items():
         if not validation.is_integer(value) or value < 1:
             raise ValueError(f"{name}: expected a positive integer, got {validation.what(value)}")
-    flags = {
-        "normalize": normalize, "groups": groups, "guide": guide,
-        "positive_ids": positive_ids, "metrics": metrics,
-    }  # fmt: skip
+    for name in pair_options.keys() - {*FLAGS}:
+        raise TypeError(f"explain got an unexpected keyword argument {name!r}")
+    guide, positive_ids = (pair_options.get(name, False) for name in ("guide", "positive_ids"))
+    flags = {"normalize": normalize, "metrics": metrics} | pair_options
     for name, value in flags.items():
         validation.flag(name, value)
     for name, value in (("own", own), ("own_table", own_table)):
@@ -155,6 +155,9 @@ def explain(
     for name, *others in spec.EXCLUSIVE:
         if options.get(name) and all(map(options.get, others)):
             raise ValueError(f"{name}: not with {' and '.join(others)}")
+    for name in spec.NOT_WITH_METRICS:
+        if metrics and options.get(name):
+            raise ValueError(f"metrics: expected False with {name}, got True")
     widths = [features] if dims is None else prefixes.read_widths(dims, features)
     if dims is not None and "dims" in kind.refused:
         raise ValueError(f"dims: {loss} does not take it")
@@ -179,7 +182,7 @@ def explain(
         # the largest possible number of classes of two keys or more, whose features are summed.
         # Kernels compare the ids only if others could leave out positives
         call = replace(call, classes=True, max_class_sums=-(-columns // 2))
-        given["positive_ids"] = bool(ids or groups)
+        given["positive_ids"] = bool(ids or given.get("groups"))
     pairs = GivenOptions(option for option in PAIR_OPTIONS if given.get(option.name))
     call = replace(call, pairs=pairs)
     if guide:  # the guide's features are as wide as the features of the call
@@ -207,6 +210,10 @@ def explain(
         work, _memory(schedules), max(map(_workspace_bytes, schedules)),
         sum(step.seconds for step in work), recorded, tuple(_notes(last_schedule)), last_schedule,
     )  # fmt: skip
+
+
+if explain.__doc__ is not None:  # None: without docstrings, python -OO
+    explain.__doc__ = explain.__doc__.replace("{flags}", ", ".join(FLAGS))
 
 
 def _check_tokens(

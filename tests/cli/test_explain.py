@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from infonce.kernels.options import PAIR_OPTIONS
 
 import infonce
 from infonce import explanation
@@ -266,6 +267,18 @@ def test_loss_alone_takes_no_wrt() -> None:
     assert "--loss-alone: expected no --wrt beside it, got image, text" in error
 
 
+def test_each_option_of_pairs_is_a_flag() -> None:
+    """Of the function and of the command."""
+    usage = output("explain", "--help")
+    for option in PAIR_OPTIONS:
+        if option.name != "positive_ids":  # classes, which kernels of lit do not read
+            call = infonce.explain("lit", 4096, 64, **{option.name: True}).schedule.call
+            assert [*call.pairs] == [option]
+        assert f"--{option.name.replace('_', '-')} " in usage
+    with pytest.raises(TypeError, match="unexpected keyword argument 'group'"):
+        infonce.explain("lit", 64, 64, group=True)
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
@@ -278,6 +291,7 @@ def test_loss_alone_takes_no_wrt() -> None:
         (("clip", 64, 64), {"keys": 128}, "keys: expected 64 for clip, got 128"),
         (("nt_xent", 65, 64), {}, "rows: expected an even number"),
         (("clip", 64, 64), {"positive_ids": True, "metrics": True}, "metrics: not with"),
+        (("clip", 64, 64), {"guide": True, "metrics": True}, "metrics: expected False with guide"),
         (("siglip", 64, 64), {"metrics": True}, "metrics: siglip does not take it"),
         (("clip", 64, 64), {"wrt": ["query"]}, "wrt: expected names among image, text, scale"),
         (("clip", 64, 64), {"dtype": "bfloat16", "device": "t4", "method": "tiled"},
