@@ -16,7 +16,7 @@ import numpy as np
 from ..arrays.naive import matrix_bytes, solve_whole_matrix
 from ..epilogues import Statistics, Sums
 from ..problem import LOG2_E, Array, Gradients, Problem, materialize_vectors
-from ..solve import Solution, find_nan
+from ..solve import Solution
 from .device import compiler
 from .device.arguments import Fields, matrix, scalar, valid_scale, with_strides_in_whole_elements
 from .device.signatures import signature
@@ -173,15 +173,14 @@ def solve_logits(
     g = cupy.empty_like(x) if g is None else g
     dots, sums = cupy.empty(m), cupy.empty(m)
     launch(
-        "logit_gradient", m, x=x, n=n, pairs=pairs, upstream=problem.upstream,
-        row_direction_weight=problem.row_direction_weight,
+        "logit_gradient", m, x=x, n=n, pairs=pairs, losses=solution.losses,
+        upstream=problem.upstream, row_direction_weight=problem.row_direction_weight,
         column_direction_weight=problem.column_direction_weight,
         row_lse=rows and rows.lse, row_gap=rows and rows.gap,
         column_lse=columns and columns.lse, column_gap=columns and columns.gap,
         sigmoid=sigmoid, bias=bias, g=g, dots=dots, sums=sums,
     )  # fmt: skip
-    nan = find_nan(cupy, solution.losses)
-    solution.scale_grad = dots.sum() / problem.scale + nan
+    solution.scale_grad = dots.sum() / problem.scale
     if sigmoid:
-        solution.bias_grad = sums.sum() + nan
+        solution.bias_grad = sums.sum()
     return solution, g

@@ -285,12 +285,12 @@ sigmoid_losses(const Real* x, i64 n, const __grid_constant__ Pairs pairs,
 }
 
 // One thread block computes row i of G = dL/dX, dots[i] = sum_j G_ij x_ij for the gradient of the scale, and
-// sums[i] = sum_j G_ij for the gradient of the bias. `column_lse` is null if columns have no softmax. G may be in the
-// memory of X.
+// sums[i] = sum_j G_ij for the gradient of the bias. Both are NaN if the loss of the row is NaN. `column_lse` is null if
+// columns have no softmax. G may be in the memory of X.
 extern "C" __global__ void __launch_bounds__(NAIVE_THREADS)
 logit_gradient(const Real* x, i64 n, const __grid_constant__ Pairs pairs,
-               const double* upstream, double row_direction_weight, double column_direction_weight,
-               const double* row_lse, const double* row_gap, const double* column_lse,
+               const double* losses, const double* upstream, double row_direction_weight,
+               double column_direction_weight, const double* row_lse, const double* row_gap, const double* column_lse,
                const double* column_gap, i64 sigmoid, const __grid_constant__ Scalar bias, Real* g,
                double* dots, double* sums) {
   const i64 i = blockIdx.x, y = pairs.positives[i];
@@ -319,7 +319,8 @@ logit_gradient(const Real* x, i64 n, const __grid_constant__ Pairs pairs,
   dot = block_sum(dot);
   total = block_sum(total);
   if (threadIdx.x == 0) {
-    dots[i] = dot;
-    sums[i] = total;
+    const double nan = isnan(losses[i]) ? NAN_ : 0;
+    dots[i] = dot + nan;
+    sums[i] = total + nan;
   }
 }
