@@ -120,7 +120,7 @@ def calls(kernels: str) -> Iterator[tuple[str, str, str, int, int, dict[str, Any
     # own negatives of rows, and of a table, one of whose rows has most uses
     for dtype in ("float64", "float32", "bfloat16"):
         for d in (40, 300):
-            own = {"method": "tiled", "own": 5, "normalize": d == 40}
+            own = {"method": "tiled", "own": 20, "normalize": d == 40}
             yield "info_nce", dtype, "auto", 130, d, own
             yield "info_nce", dtype, "auto", 130, d, own | {"table": 20}
     # a teacher of as many features, in kernels of every kind

@@ -5,25 +5,32 @@
 //
 // the gradient with respect to row t is du_t, or (du_t - u_t <du_t, u_t>) / |o_t| if rows are normalised.
 //
-// kernels/gpu/own.py sorts the uses by their rows of the table, and launches find_starts, own_pieces and own_table. The
-// uses of one row keep their order, and there are no atomics, so that the bits are the same in every run. A query is
-// read once for each use, and a gradient is written once: the kernels take the time of these bytes.
+// kernels/gpu/own.py sorts the uses by their rows of the table, and launches find_starts, own_pieces, own_long_pieces
+// and own_table. The uses of one row keep their order, and there are no atomics, so that the bits are the same in every
+// run. A query is read once for each use, and a gradient is written once: the kernels take the time of these bytes.
 //
 // Most rows have few uses. So a group of lanes has several neighbouring rows: it waits for memory once for all of their
-// uses, and its lanes compute the factors of so many uses at once.
+// uses, and its lanes compute the factors of so many uses at once. A few rows may have most uses, and be neighbours, as
+// the frequent words of a vocabulary are. So many groups of lanes share the uses of a long row, in pieces.
 #include "own.cuh"
 #include "sorted.cuh"
 
-constexpr i64 PIECE_USES = 256;  // uses in a piece of the order (also in kernels/gpu/config/workspace.py)
+// Uses in a piece, and in a long piece (also in kernels/gpu/config/workspace.py)
+constexpr int PIECE_USES = 32, LONG_PIECE_USES = 1024;
 
-// All uses i k + j, in the order of their rows of the table. Uses of one row that fill a whole piece of this order, at
-// positions from a multiple of PIECE_USES on, have their sums in own_pieces: so many groups of lanes share a long row.
+// Sums over pieces of the order of uses. A piece begins at a multiple of its number of uses. Only pieces with uses of one
+// row have sums.
+struct Pieces {
+  Real* sums;      // [pieces, d] of g_ij u_qi
+  double* along;   // [pieces] of g_ij x_ij
+  i64* known_use;  // [pieces] a use that counts, so that its factors are known; -1: none
+};
+
+// All uses i k + j, in the order of their rows of the table.
 struct TableUses {
   const i64 *sorted, *order;  // [m k] the row of the table (or another index, of no row) and the use at each position
   i64* starts;                // the position of the first use of rows 0, group_rows, 2 group_rows .. and the table's end
-  Real* sums;                 // [pieces, d] of each piece of one row: sums of g_ij u_qi
-  double* along;              // [pieces] sums of g_ij x_ij
-  i64* known_use;             // [pieces] a use that counts, so that its factors are known; -1: none
+  Pieces pieces, long_pieces;
 };
 
 // starts[t]: the number of uses of rows before row t group_rows. The last one, of uses before the end of the table, ends
@@ -104,10 +111,42 @@ __device__ __forceinline__ int count_chunks(i64 d) {
   const int features = LANE_FEATURES * count_lanes(d);
   return (int)((d + features - 1) / features);
 }
-// Whether the uses at positions [begin, begin + PIECE_USES) are a piece of one row.
-__device__ __forceinline__ bool is_piece(const TableUses& uses, i64 begin, i64 n) {
-  return begin % PIECE_USES == 0 && begin + PIECE_USES <= n &&
-         uses.sorted[begin] == uses.sorted[begin + PIECE_USES - 1];
+// Whether the uses at positions [begin, begin + piece) are a piece of one row.
+__device__ __forceinline__ bool is_piece(const TableUses& uses, i64 begin, int piece, i64 end) {
+  return begin % piece == 0 && begin + piece <= end && uses.sorted[begin] == uses.sorted[begin + piece - 1];
+}
+// The number of neighbouring pieces from position `begin` on that have uses of its row, at most one for each lane.
+__device__ __forceinline__ int count_pieces(const TableUses& uses, i64 begin, int piece, i64 end, const Group& group) {
+  const i64 at = begin + group.lane * piece;
+  const bool is_same = is_piece(uses, at, piece, end) && uses.sorted[at] == uses.sorted[begin];
+  return group.join(is_same ? group.lanes : group.lane, [](int a, int b) { return min(a, b); });
+}
+
+// Adds `count` pieces from piece `first` on to `sums`. Several are read at once.
+__device__ __forceinline__ void add_pieces(RowSums& sums, const Pieces& pieces, i64 first, int count, i64 column, i64 d) {
+  constexpr int AT_ONCE = 4;
+  for (int next = 0; next < count; next += AT_ONCE) {
+    Real x[AT_ONCE][LANE_FEATURES];
+#pragma unroll
+    for (int p = 0; p < AT_ONCE; ++p)
+#pragma unroll
+      for (int f = 0; f < LANE_FEATURES; ++f)
+        x[p][f] = next + p < count && column + f < d ? pieces.sums[(first + next + p) * d + column + f] : 0;
+#pragma unroll
+    for (int p = 0; p < AT_ONCE; ++p)
+#pragma unroll
+      for (int f = 0; f < LANE_FEATURES; ++f) sums.sum[f] += x[p][f];
+  }
+  if (NORM_FACTORS)
+#pragma unroll 4
+    for (i64 piece = first; piece < first + count; ++piece)
+      sums.along += pieces.along[piece], sums.known_use = max(sums.known_use, pieces.known_use[piece]);
+}
+// Writes the sums of a piece, from the group of lanes of each chunk of its features.
+__device__ __forceinline__ void put_piece(const Pieces& pieces, const RowSums& sums, const Group& group, i64 column, i64 d) {
+  for (int f = 0; f < LANE_FEATURES && column + f < d; ++f) pieces.sums[group.row * d + column + f] = sums.sum[f];
+  if (NORM_FACTORS && group.chunk == 0 && group.lane == 0)
+    pieces.along[group.row] = sums.along, pieces.known_use[group.row] = sums.known_use;
 }
 
 // The sums of each piece of one row. A group of lanes has a chunk of features of a piece; `n` is the number of uses.
@@ -115,14 +154,24 @@ extern "C" __global__ void __launch_bounds__(OWN_THREADS)
 own_pieces(const __grid_constant__ OwnNegatives a, const __grid_constant__ TableUses uses, i64 n,
            const double* factors, const double* references) {
   const Group group(a.d, 1, count_chunks(a.d));
-  const i64 piece = group.row, begin = piece * PIECE_USES, end = begin + PIECE_USES, column = first_feature(group);
-  if (!is_piece(uses, begin, n) || !is_own_row(a, uses.sorted[begin])) return;
+  const i64 begin = group.row * PIECE_USES, column = first_feature(group);
+  if (!is_piece(uses, begin, PIECE_USES, n) || !is_own_row(a, uses.sorted[begin])) return;
   RowSums sums;
-  for (i64 at = begin; at < end; at += group.lanes)
+  for (i64 at = begin; at < begin + PIECE_USES; at += group.lanes)
     add_uses(sums, a, group, uses.order, at, at + group.lanes, factors, references, column, [](int) {});
-  for (int f = 0; f < LANE_FEATURES && column + f < a.d; ++f) uses.sums[piece * a.d + column + f] = sums.sum[f];
-  if (NORM_FACTORS && group.chunk == 0 && group.lane == 0)
-    uses.along[piece] = sums.along, uses.known_use[piece] = sums.known_use;
+  put_piece(uses.pieces, sums, group, column, a.d);
+}
+
+// The sums of each long piece of one row, from its pieces.
+extern "C" __global__ void __launch_bounds__(OWN_THREADS)
+own_long_pieces(const __grid_constant__ OwnNegatives a, const __grid_constant__ TableUses uses, i64 n) {
+  constexpr int COUNT = LONG_PIECE_USES / PIECE_USES;
+  const Group group(a.d, 1, count_chunks(a.d));
+  const i64 begin = group.row * LONG_PIECE_USES, column = first_feature(group);
+  if (!is_piece(uses, begin, LONG_PIECE_USES, n) || !is_own_row(a, uses.sorted[begin])) return;
+  RowSums sums;
+  add_pieces(sums, uses.pieces, group.row * COUNT, COUNT, column, a.d);
+  put_piece(uses.long_pieces, sums, group, column, a.d);
 }
 
 // Writes the gradient [table_rows, d]. A group of lanes has a chunk of features of group_rows rows of the table. A row
@@ -153,16 +202,18 @@ own_table(const __grid_constant__ OwnNegatives a, const __grid_constant__ TableU
   };
   const i64 end = uses.starts[group.row + 1];
   for (i64 at = uses.starts[group.row], next; at < end; at = next) {
-    const i64 next_piece = (at / PIECE_USES + 1) * PIECE_USES;
-    if (is_piece(uses, at, end)) {
-      const i64 piece = at / PIECE_USES;
+    const i64 next_piece = (at / PIECE_USES + 1) * PIECE_USES, next_long_piece = (at / LONG_PIECE_USES + 1) * LONG_PIECE_USES;
+    const int long_count = count_pieces(uses, at, LONG_PIECE_USES, end, group);
+    const int count = long_count ? 0 : count_pieces(uses, at, PIECE_USES, min(end, next_long_piece), group);
+    if (long_count || count) {
       write_rows_before(uses.sorted[at]);
-      for (int f = 0; f < LANE_FEATURES && f < n; ++f) sums.sum[f] += uses.sums[piece * a.d + column + f];
-      if (NORM_FACTORS) sums.along += uses.along[piece], sums.known_use = max(sums.known_use, uses.known_use[piece]);
-      next = next_piece;
+      add_pieces(sums, uses.long_pieces, at / LONG_PIECE_USES, long_count, column, a.d);
+      add_pieces(sums, uses.pieces, at / PIECE_USES, count, column, a.d);
+      next = at + long_count * LONG_PIECE_USES + count * PIECE_USES;
       continue;
     }
-    next = min(min(at + group.lanes, next_piece), end);
+    next = min(at + group.lanes, end);
+    if (next > next_piece && is_piece(uses, next_piece, PIECE_USES, end)) next = next_piece;
     const i64 lane_row = at + group.lane < next ? uses.sorted[at + group.lane] : 0;
     add_uses(sums, a, group, uses.order, at, next, factors, references, column,
              [&](int use) { write_rows_before(group.get(lane_row, use)); });

@@ -11,7 +11,7 @@ import numpy as np
 from ..between_passes import Finalized, OwnNegatives, own_parts
 from ..epilogues import Statistics
 from ..problem import Array, Gradients, Problem
-from .config import OWN_BATCH, PIECE_USES, own_group_rows
+from .config import LONG_PIECE_USES, OWN_BATCH, PIECE_USES, own_group_rows
 from .device.arguments import (
     NATURAL,
     Fields,
@@ -224,15 +224,19 @@ class OwnNegativesByKernels(OwnNegatives):
         problem, queue = self.problem, self.launcher.queue
         query, table = map(with_strides_in_whole_elements, (problem.query, problem.own))
         indices, (table_rows, d) = problem.own_indices.reshape(-1), table.shape
-        n, pieces = len(indices), len(indices) // PIECE_USES
-        group_rows = own_group_rows(table_rows)
+        n, group_rows = len(indices), own_group_rows(table_rows)
+        pieces, long_pieces = n // PIECE_USES, n // LONG_PIECE_USES
         row_groups = -(-table_rows // group_rows)
         sorted_indices, order = sort_integers(indices, queue)
+
+        def sums_of(count: int) -> Fields:
+            return {"sums": cupy.empty((count, d), self.dtype), "along": cupy.empty(count),
+                    "known_use": cupy.empty(count, np.int64)}  # fmt: skip
+
         uses = {
             "sorted": sorted_indices, "order": order,
             "starts": cupy.empty(row_groups + 1, np.int64),
-            "sums": cupy.empty((pieces, d), self.dtype), "along": cupy.empty(pieces),
-            "known_use": cupy.empty(pieces, np.int64),
+            "pieces": sums_of(pieces), "long_pieces": sums_of(long_pieces),
         }  # fmt: skip
         row_arguments = {
             "a": self._fields(slice(0, len(query)), query, table), "factors": factor,
@@ -250,6 +254,8 @@ class OwnNegativesByKernels(OwnNegatives):
         launch("find_starts", THREADS, row_groups + 1, n=n, **table)
         if pieces:
             launch("own_pieces", groups, pieces * self.chunks, n=n, **row_arguments)
+        if long_pieces:
+            launch("own_long_pieces", groups, long_pieces * self.chunks, n=n, a=row_arguments["a"])
         launch(
             "own_table", groups, row_groups * self.chunks, gradient=matrix(gradient), **table,
             **row_arguments,

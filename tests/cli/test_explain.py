@@ -122,7 +122,7 @@ def test_own_negatives_take_the_time_of_their_bytes() -> None:
     memory = infonce.explain("info_nce", m, d, own=k, own_table=1000, **asked).memory
     assert memory["own negatives"] == {
         "products": 4 * m * k, "sorted uses": 8 * (4 * m * k + 1001),
-        "pieces": m * k // 256 * (4 * d + 16),
+        "pieces": (m * k // 32 + m * k // 1024) * (4 * d + 16),
     }  # fmt: skip
     assert "own_table" in output(
         "explain", "info_nce", "512", "64", "--own", "4", "--own-table", "9"

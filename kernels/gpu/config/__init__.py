@@ -33,6 +33,7 @@ from .sweep import (
 )
 from .tile import BLOCK_M, MARK_BYTES, MARKED_COLUMNS, Tile, tile_for
 from .workspace import (
+    LONG_PIECE_USES,
     OWN_BATCH,
     PIECE_USES,
     PLACE_ROWS,
@@ -59,6 +60,7 @@ __all__ = [
     "BLOCK_M",
     "FLOAT16",
     "K_SLICE",
+    "LONG_PIECE_USES",
     "MARKED_COLUMNS",
     "MARK_BYTES",
     "MAX_SUM_TERMS",

@@ -34,7 +34,8 @@ ALL_KEYS_ROWS = 1024
 Parts = dict[str, int]  # bytes of each part of a memory, by name, in the order of the parts
 ALIGNMENT = 256  # bytes; each part of the workspace begins at a multiple of it
 OWN_BATCH = 4  # own negatives of a row that a group of lanes reads at once (BATCH of own.cuh)
-PIECE_USES = 256  # neighbouring uses of one row of a table that are added up apart (own_table.cu)
+# Neighbouring uses of one row of a table that are added up apart, in pieces (own_table.cu)
+PIECE_USES, LONG_PIECE_USES = 32, 1024
 PLACE_ROWS = 64  # rows of a place of linear.cu, which adds up the rows of a segment in each place
 
 
@@ -181,7 +182,8 @@ def own_parts(m: int, k: int, real: int, normalize: bool, table: tuple[int, int]
     rows, d = table
     if rows:  # uses and their rows, sorted (`labels.sort_integers`); sums of pieces
         sizes["sorted uses"] = 8 * (4 * m * k + -(-rows // own_group_rows(rows)) + 1)
-        sizes["pieces"] = m * k // PIECE_USES * (d * real + 16)
+        pieces = m * k // PIECE_USES + m * k // LONG_PIECE_USES
+        sizes["pieces"] = pieces * (d * real + 16)
     return {name: size for name, size in sizes.items() if size}
 
 
