@@ -21,7 +21,10 @@ from gpu_problems import (
     smaller,
 )
 from infonce.kernels.gpu import config
-from judge import KINDS, arguments, judged, pairs
+from judge import KINDS, arguments, assert_grad, assert_loss, judged, largest_logit, pairs
+from reference_problems import each_once
+
+import infonce
 
 pytestmark = gpu_only
 if not MISSING:
@@ -143,6 +146,45 @@ def test_one_pass_with_keys(
                 check(out, ref, args, "bf16", scale)
             except AssertionError as error:
                 raise AssertionError(f"{m, n, d} by {rows} at {scale}: {error}") from None
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"weighted": True}, {"margin": 0.1, "hardness": 3.0, "weighted": True}, {"decoupled": True},
+    {"false_negative_margin": 0.1}, {"key_bias": True, "weighted": True, "normalize": True},
+], ids="-".join)  # fmt: skip
+@pytest.mark.parametrize("wrt", [BOTH, ("query",)])
+@pytest.mark.parametrize(("dtype", "precision"), ONE_PASS)
+def test_several_positives_in_one_pass(
+    dtype: str, precision: str, wrt: tuple[str, ...], options: dict[str, Any],
+    blocks_swept: list[list[int]], limit: Limit,
+) -> None:  # fmt: skip
+    """Rows with several positives, with one, and with none; in several blocks, too."""
+    m, n, d, scale = 300, 520, 72, 14.0
+    args = tuple(for_tensor_cores(z, dtype) for z in pairs("random", m, n, d, "f8", 3))
+    rng, options = np.random.default_rng(0), dict(options)
+    labels = each_once(rng.integers(-1, n, (m, 4)))
+    labels[::9] = -1
+    options["labels"] = labels
+    if options.pop("weighted", False):
+        options["label_weights"] = rng.uniform(0.1, 2, labels.shape) * (
+            rng.random(labels.shape) < 0.8
+        )
+    if "key_bias" in options:
+        options["key_bias"] = rng.uniform(-2, 2, n)
+    ref = judged("info_nce", args, scale=scale, **options)
+    on_device = {k: cupy.asarray(v) if isinstance(v, np.ndarray) else v for k, v in options.items()}
+    for rows in (0, 128):
+        limit(rows, False)
+        blocks_swept.clear()
+        got = infonce.info_nce_loss_and_grad(
+            *map(cupy.asarray, args), scale=scale, precision=precision, wrt=(*wrt, "scale"),
+            method="tiled", progress=lambda *_: None, **on_device,
+        )  # fmt: skip
+        assert blocks_swept
+        logit = largest_logit(scale + options.get("hardness", 0.0), *args) + 3.0
+        assert_loss(float(got.loss), ref.loss, "bfloat16", logit)
+        for name in (*wrt, "scale"):
+            assert_grad(host(getattr(got.grads, name)), ref.grads[name], "bfloat16", logit)
 
 
 @pytest.mark.parametrize(("dtype", "precision"), ONE_PASS)

@@ -110,9 +110,12 @@ add_repeated(const Real2* pairs, const Real* moments, i64 slots, i64 n, double* 
 //   - gradient_divisor: the number by which `finish` multiplies the row of dQ, a 2^(max - log-sum-exp). It is computed
 //     as a negative_probability / sum, with a the upstream gradient times the weight of rows and the scale. If rows are
 //     normalised, the number contains the row's factor.
-//   - positive_gradient: dL/dx at the positive
+//   - positive_gradient: dL/dx at the positives
 extern "C" __global__ void end_online(const Real* reference, const __grid_constant__ Sums rows,
-                                      const double* positive_logits, const i64* positives,
+                                      const double* positive_logits, const i64* positives, i64 set_size,
+#if LABEL_WEIGHTS
+                                      const double* label_weights,
+#endif
                                       const double* upstream, const Real* factor, i64 n,
                                       double row_direction_weight, const __grid_constant__ Scale scale,
                                       const __grid_constant__ RowOptions options, double* gradient_divisor,
@@ -121,11 +124,20 @@ extern "C" __global__ void end_online(const Real* reference, const __grid_consta
   if (i >= n) return;
   const double c = scale.get() * LOG2_E, sum = rows.sum[i];  // of the exponentials that are in dQ
   rows.set(i, to_logits({(double)reference[i], sum, rows.moment ? rows.moment[i] * c : 0}, c));
-  const i64 key = positives[i];
-  const DirectionLosses row = options.direction_of_one(rows.get(i), positive_logits[i], key, options.bias(key));
   const double a = upstream[i] * (row_direction_weight * options.scale.bare());
-  gradient_divisor[i] =
-      sum == 0 ? 0 : a * row.negative_probability / sum * (factor ? factor[i] : 1);
-  positive_gradient[i] = -(a * row.negative_probability);
+  double negative_probability;
+  if (set_size > 1) {
+    PositiveSet set = {positives + i * set_size, positive_logits + i * set_size, set_size};
+#if LABEL_WEIGHTS
+    set.weights = label_weights + i * set_size;
+#endif
+    negative_probability = set.direction(options, rows.get(i), a, positive_gradient + i * set_size).negative_probability;
+  } else {
+    const i64 key = positives[i];
+    negative_probability =
+        options.direction_of_one(rows.get(i), positive_logits[i], key, options.bias(key)).negative_probability;
+    positive_gradient[i] = -(a * negative_probability);
+  }
+  gradient_divisor[i] = sum == 0 ? 0 : a * negative_probability / sum * (factor ? factor[i] : 1);
 }
 

@@ -7,7 +7,7 @@
 #include "vectors/running_sums.cuh"
 
 #ifndef LABEL_WEIGHTS
-#define LABEL_WEIGHTS 0  // 1: positives of a row have weights (`finalize` only)
+#define LABEL_WEIGHTS 0  // 1: positives of a row have weights (`finalize` and `end_online` only)
 #endif
 
 // --- partial sums ------------------------------------------------------------------------------------------
@@ -245,6 +245,61 @@ struct RowOptions {
   }
 };
 
+// The positives of a row, if rows have several. All act as one positive, whose logit is their log-sum-exp L. With N the
+// log-sum-exp of the negatives, f_s the share of positive s in the softmax over the positives, w_s its weight and
+// `weights` their sum: loss = softplus(N - L) + (L - weighted mean of their logits), and -dL/dx at positive s is
+// a (f_s sigmoid(N - L) + w_s / weights - f_s). (More: kernels/targets.py)
+struct PositiveSet {
+  const i64* keys;          // [size], -1 for none
+  const double* exponents;  // [size] base-2 logits in the scale of exponents
+  i64 size;
+#if LABEL_WEIGHTS
+  const double* weights;  // [size]
+#endif
+
+  // Without weights the integer 1, so that sums of weights count positives
+  __device__ __forceinline__ auto weight(i64 s) const {
+#if LABEL_WEIGHTS
+    return weights[s];
+#else
+    return (i64)1;
+#endif
+  }
+
+  // The direction of the row, from the sums over its negatives. Writes dL/dx at the positives to `gradient` [size]; a is
+  // the upstream gradient times the weight of rows and the scale.
+  __device__ __forceinline__ DirectionLosses direction(const RowOptions& options, Sum negatives, double a,
+                                                       double* gradient) const {
+    // The base-2 logit of positive s, with margin and bias
+    const auto biased = [&](i64 s) { return options.logit(exponents[s]) + options.bias(keys[s]); };
+    // `below` = logit - top, at most 0. `scaled_part` = `below` without the bias: only this part depends on the scale.
+    // total = sum of 2^below, sum = sum of w `below`, unbiased = sum of w scaled_part, weighted = sum of 2^below scaled_part
+    double top = -INFINITY_, total = 0, sum = 0, unbiased = 0, weighted = 0;
+    decltype(weight(0)) all_weights = 0;
+    for (i64 s = 0; s < size; ++s)
+      if (keys[s] >= 0) top = fmax(top, biased(s)), all_weights += weight(s);
+    for (i64 s = 0; s < size; ++s) {
+      if (keys[s] < 0) continue;
+      const double below = biased(s) - top, power = exp2(below), scaled_part = below - options.bias(keys[s]);
+      total += power, weighted += power * scaled_part;
+      sum += weight(s) * below, unbiased += weight(s) * scaled_part;
+    }
+    DirectionLosses row = without_positive(negatives);
+    if (all_weights) {
+      const double positive_mean = weighted / total;  // mean of scaled_part under the softmax over the positives
+      row = options.direction(negatives, top + log2(total), top + positive_mean);
+      row.loss += LN_2 * (log2(total) - sum / all_weights);
+      row.log_scale_grad += LN_2 * (positive_mean - unbiased / all_weights);
+    }
+    for (i64 s = 0; s < size; ++s) {
+      const double fraction = exp2(biased(s) - top) / total;  // probability in the softmax over the positives
+      gradient[s] = keys[s] < 0 ? 0 : -a * (fraction * row.negative_probability +
+                                            (weight(s) * (1.0 / all_weights) - fraction));
+    }
+    return row;
+  }
+};
+
 // The limit of each row, for `false_negative_margin`: the product above which negatives are left out. It is the largest
 // product of the row with its positives, plus the margin, or infinite without a positive. `dots` [m, set_size] are the
 // products with `positives` [m, set_size], which are keys, or -1 for none. (targets.find_limits in Python.)
@@ -349,13 +404,12 @@ struct FinalizeArguments {
   const double* label_weights;  // [m, set_size] weights of positives in the target of their row
 #endif
 
-  // The weight of positive s of row i. Without label_weights the integer 1, so that sums of weights count positives
-  __device__ __forceinline__ auto label_weight(i64 i, i64 s) const {
+  __device__ __forceinline__ PositiveSet positive_set(i64 i) const {
+    PositiveSet set = {positives + i * set_size, positive_logits + i * set_size, set_size};
 #if LABEL_WEIGHTS
-    return label_weights[i * set_size + s];
-#else
-    return (i64)1;
+    set.weights = label_weights + i * set_size;
 #endif
+    return set;
   }
 };
 
@@ -386,41 +440,10 @@ __device__ __forceinline__ void put_row(const FinalizeArguments& f, i64 i, const
   f.row_factor[i] = a;
 }
 
-// `finalize` for row i if rows have several positives. All positives of a row act as one positive, whose logit is their
-// log-sum-exp L. With N the log-sum-exp of the negatives, f_s the share of positive s in the softmax over the positives,
-// w_s its weight and `weights` their sum: loss = softplus(N - L) + (L - weighted mean of their logits), and -dL/dx at
-// positive s is a (f_s sigmoid(N - L) + w_s / weights - f_s). Columns have no softmax. (More: kernels/targets.py)
+// `finalize` for row i if rows have several positives. Columns have no softmax.
 __device__ void finalize_set(const FinalizeArguments& f, i64 i) {
-  const i64 set_size = f.set_size, *keys = f.positives + i * set_size;  // positives of this row, -1 for none
-  const double* exponents = f.positive_logits + i * set_size;
-  double* gradient = f.positive_gradient + i * set_size;
-  // The base-2 logit of positive s, with margin and bias
-  const auto biased = [&](i64 s) { return f.options.logit(exponents[s]) + f.options.bias(keys[s]); };
-  // `below` = logit - top, at most 0. `scaled_part` = `below` without the bias: only this part depends on the scale.
-  // total = sum of 2^below, sum = sum of w `below`, unbiased = sum of w scaled_part, weighted = sum of 2^below scaled_part
-  double top = -INFINITY_, total = 0, sum = 0, unbiased = 0, weighted = 0;
-  decltype(f.label_weight(0, 0)) weights = 0;
-  for (i64 s = 0; s < set_size; ++s)
-    if (keys[s] >= 0) top = fmax(top, biased(s)), weights += f.label_weight(i, s);
-  for (i64 s = 0; s < set_size; ++s) {
-    if (keys[s] < 0) continue;
-    const double below = biased(s) - top, power = exp2(below), scaled_part = below - f.options.bias(keys[s]);
-    total += power, weighted += power * scaled_part;
-    sum += f.label_weight(i, s) * below, unbiased += f.label_weight(i, s) * scaled_part;
-  }
-  DirectionLosses row = without_positive(f.rows.get(i));
-  if (weights) {
-    const double positive_mean = weighted / total;  // mean of scaled_part under the softmax over the positives
-    row = f.options.direction(f.rows.get(i), top + log2(total), top + positive_mean);
-    row.loss += LN_2 * (log2(total) - sum / weights);
-    row.log_scale_grad += LN_2 * (positive_mean - unbiased / weights);
-  }
   const double a = f.upstream[i] * (f.row_direction_weight * f.options.scale.bare());
-  for (i64 s = 0; s < set_size; ++s) {
-    const double fraction = exp2(biased(s) - top) / total;  // probability in the softmax over the positives
-    gradient[s] = keys[s] < 0 ? 0 : -a * (fraction * row.negative_probability +
-                                          (f.label_weight(i, s) * (1.0 / weights) - fraction));
-  }
+  const DirectionLosses row = f.positive_set(i).direction(f.options, f.rows.get(i), a, f.positive_gradient + i * f.set_size);
   put_row(f, i, row, a, f.row_direction_weight * row.loss, f.row_direction_weight * row.log_scale_grad,
           a * row.negative_probability);  // fractions add up to 1
 }

@@ -313,17 +313,13 @@ class Call:
     def loss_follows_from_row_sums(self) -> bool:
         """Whether the loss and dQ follow from sums of rows only, so that one pass is enough.
 
-        That is: there is one softmax, over keys; a query has one positive; there are no retrieval
-        ranks, label smoothing, classes, joint rows or teacher; and margin, decoupled and hardness
-        are not combined with options of pairs (`pair_options`).
+        That is: there is one softmax, over keys; there are no retrieval ranks, label smoothing,
+        classes, joint rows or teacher; and margin, decoupled and hardness are not combined with
+        options of pairs (`pair_options`).
         """
         combined = bool(self.row_loss_options and self.pair_options)
         options = self.linear_terms or self.joint or self.taught or combined
-        return (
-            self.loss is LossForm.ROWS
-            and self.set_size == 1
-            and not (self.retrieval_ranks or options)
-        )
+        return self.loss is LossForm.ROWS and not (self.retrieval_ranks or options)
 
 
 def _describe_matrix(array: Array | None) -> Matrix | None:

@@ -409,8 +409,8 @@ def may_compute_in_one_pass(call: Call, operands: Operands, sweep: Sweep | None)
     """Whether one pass may compute log-sum-exps and gradients, if it has room. All must hold:
 
     - The call is no block over ranks, and wants gradients.
-    - The gradients of a row follow from its own sums: there is one softmax, over keys, with one
-      positive and few options (`Call.loss_follows_from_row_sums` has the list).
+    - The gradients of a row follow from its own sums: there is one softmax, over keys, with few
+      options (`Call.loss_follows_from_row_sums` has the list).
     - There is a sweep whose precision has the exponent range of float32 (`ONE_PASS_PRECISIONS`).
     - No groups leave out blocks (`host_groups`): a block with all keys, for dK, meets all groups.
     """

@@ -13,7 +13,7 @@ import numpy as np
 from ...epilogues import OnlineSoftmax, Sigmoid
 from ...problem import Gradients, Problem
 from .. import config
-from ..device.arguments import address, sums_fields
+from ..device.arguments import Fields, address, sums_fields
 from ..schedule import ScheduledPass
 from .buffers import Buffers
 from .gradient import GradientRun
@@ -43,7 +43,7 @@ class OnlineRun(GradientRun):
         # for each query tile of a block, 1 if the sweep has to compute it again with other r
         self.repeated_tiles = cupy.empty(-(-self.largest_rows // config.BLOCK_M), np.int32)
         self.row_divisors = cupy.empty(m)  # u
-        self.positive_gradient = cupy.empty(m)
+        self.positive_gradient = cupy.empty((m, problem.set_size))
         self.partials, self.moments = self.parts["row_partials"], self.parts.get("row_moments")
         if self.dk_accumulator is not None:
             # u q is divided by the divisor of `ranges`, which follows from the largest upstream
@@ -98,11 +98,14 @@ class OnlineRun(GradientRun):
     def end_rows(self, rows: slice) -> None:
         """Complete the sums, the gradient divisors and dQ of `rows`, and add their terms to dK."""
         start, n, sums = rows.start, rows.stop - rows.start, self.epilogue.rows
+        weights: Fields = {}
+        if self.problem.label_weights is not None:
+            weights = {"label_weights": address(self.problem.label_weights, start)}
         self.launcher.launch_vectors(
-            "end_online", n, reference=address(self.references, start),
-            rows=sums_fields(sums, start),
+            "end_online", n, defines={"LABEL_WEIGHTS": 1} if weights else None, **weights,
+            reference=address(self.references, start), rows=sums_fields(sums, start),
             positive_logits=address(self.epilogue.positive_logits, start),
-            positives=address(self.problem.positives, start),
+            positives=address(self.problem.positives, start), set_size=self.problem.set_size,
             upstream=address(self.problem.upstream, start),
             factor=address(self.buffers.query.factor, start), n=n,
             row_direction_weight=self.problem.row_direction_weight, scale=self.exponent_scale,
