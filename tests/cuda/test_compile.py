@@ -310,7 +310,7 @@ def test_sets_of_positives(precision: str, extras: bool, width: int) -> None:
     device = DEVICES["sm_90a"]
     sweep = config.sweep_for(precision, width, device, extras)
     assert sweep is not None
-    for name in ("lse", "gradient"):
+    for name in ("lse", "gradient", *["online"] * (precision not in config.FLOAT16)):
         gradient = name != "lse"
         more = {"IDS": int(extras), "NORM_FACTORS": int(extras), "COLUMNS": 0, "SETS": 1}
         allowed = SPILLS_EXTRAS if extras else SWEEPS[name][1]

@@ -311,7 +311,7 @@ def test_numbers_of_a_row_take_no_other_steps(
 
 def test_sets_of_positives_are_set_aside_by_the_same_kernels() -> None:
     """Kernels look for several positives a row only in calls that have several."""
-    looking = {"sweep_lse", "sweep_gradient", "finish", "lse", "gradient"}
+    looking = {"sweep_lse", "sweep_gradient", "sweep_online", "finish", "lse", "gradient"}
     for precision in ("bf16", "fp64"):
         into, dtype = recorder.Recorder(), DTYPES[precision]
         with cupy.cuda.using_allocator(into.malloc):
