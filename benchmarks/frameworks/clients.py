@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import cupy
 import torch
 import torch.nn.functional as F
 
@@ -183,26 +182,19 @@ def steps(device: str = "cuda", part: int = 1) -> Iterator[tuple[str, list[Any],
 # --- measurement ----------------------------------------------------------------------------------
 
 
-def measured(bench: Device, embeddings: Sequence[Any], loss: Loss) -> dict[str, float]:
+def measured(bench: Device, embeddings: Sequence[Any], loss: Loss) -> dict[str, Any]:
     def step() -> Any:
         for z in embeddings:
             z.grad = None
         value = loss(*embeddings)
         value.backward()
-        return value.detach()
+        return value.detach(), [z.grad for z in embeddings]
 
     times = [bench.elapsed(step, 1)[0] for _ in range(REPEATS + 3)]
+    value = float(step()[0])
     for z in embeddings:
         z.grad = None
-    cupy.get_default_memory_pool().free_all_blocks()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    value = step()
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before - sum(z.nbytes for z in embeddings)
-    peak += cupy.get_default_memory_pool().total_bytes()
-    return {"loss": float(value), "median_s": statistics.median(times[3:]), "peak_bytes": peak}
+    return {"loss": value, "median_s": statistics.median(times[3:]), **bench.memory("", step)}
 
 
 def main() -> None:
