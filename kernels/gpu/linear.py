@@ -1,6 +1,6 @@
 """Linear terms (label smoothing, classes) on a GPU, by kernels/cuda/linear.cu.
 
-kernels/linear.py has the mathematics; `finalize_linear_terms` runs between the passes.
+kernels/linear.py has the mathematics; `LinearTerms.finalize` runs between the passes.
 """
 
 from __future__ import annotations
@@ -139,51 +139,68 @@ def linear_gradients(
     return {"first": _fields(first), "second": _fields(second)}
 
 
-def finalize_linear_terms(
-    launcher: Launcher, problem: Problem, rows: Sequence[GPURows], finalize_arguments: Fields
-) -> list[LinearTerm]:
-    """Add label smoothing and class means to the results of the kernel `finalize`.
+class LinearTerms:
+    """The linear terms of a call, and the vectors of LinearFinalizeArguments by name."""
 
-    `TiledVectors.finalize` calls this after the launch of `finalize` with `finalize_arguments`.
-    `rows` are queries and keys. Returns the linear terms, whose gradients the gradient pass
-    subtracts.
-    """
-    query, key = rows
-    m, n, _ = problem.shape
-    # 1: a row is left out of the sum over all keys, because it is no negative of itself
-    own_count = float(problem.symmetric)
-    vectors: Fields = dict.fromkeys(
-        ("row_products", "column_products", "class_products", "column_class_products",
-         "positive_count", "row_linear", "column_linear", "class_linear", "column_class_linear")
-    )  # fmt: skip
-    terms = []
-    if problem.label_smoothing:
-        query_sums, key_sums = None, key.sums(None, 1)
-        vectors["row_products"] = query.products(None, key_sums, own_count)
-        vectors["row_linear"] = cupy.empty(m)
-        if problem.two_sided:
-            query_sums = query.sums(None, 1)
-            vectors["column_products"] = key.products(None, query_sums, 0.0)
-            vectors["column_linear"] = cupy.empty(n)
-        factors = vectors["row_linear"], vectors["column_linear"]
-        terms.append(LinearTerm(Segments(None, None, 1), *factors, query_sums, key_sums))
-    if problem.classes is not None:
-        classes = problem.classes.in_sums
-        key_sums = key.sums(classes.columns, classes.count, order=classes.column_order)
-        query_sums = key_sums if problem.symmetric else None
-        vectors["class_products"] = query.products(classes.rows, key_sums, own_count)
-        vectors["class_linear"] = cupy.empty(m)
-        vectors["positive_count"] = problem.classes.positive_count
-        if problem.two_sided:
-            query_sums = query.sums(classes.rows, classes.count, order=classes.row_order)
-            vectors["column_class_products"] = key.products(classes.columns, query_sums, 0.0)
-            vectors["column_class_linear"] = cupy.empty(n)
-        factors = vectors["class_linear"], vectors["column_class_linear"]
-        terms.append(LinearTerm(classes, *factors, query_sums, key_sums))
-    launcher.launch_vectors(
-        "finalize_linear", m,
-        g={"f": finalize_arguments, "label_smoothing": problem.label_smoothing,
-           "joint": problem.joint, "row_keys": max(1, n - problem.symmetric), "column_queries": m,
-           **vectors},
-    )  # fmt: skip
-    return terms
+    def __init__(self, problem: Problem, rows: Sequence[GPURows]) -> None:
+        """Sum the keys, and the queries of columns, and multiply rows by the sums. `rows` are
+        queries and keys. The factors of the terms are not known yet."""
+        query, key = rows
+        m, n, _ = problem.shape
+        # 1: a row is left out of the sum over all keys, because it is no negative of itself
+        own_count = float(problem.symmetric)
+        vectors: Fields = dict.fromkeys(
+            ("row_products", "column_products", "class_products", "column_class_products",
+             "positive_count", "row_linear", "column_linear", "class_linear",
+             "column_class_linear")
+        )  # fmt: skip
+        terms = []
+        if problem.label_smoothing:
+            query_sums, key_sums = None, key.sums(None, 1)
+            vectors["row_products"] = query.products(None, key_sums, own_count)
+            vectors["row_linear"] = cupy.empty(m)
+            if problem.two_sided:
+                query_sums = query.sums(None, 1)
+                vectors["column_products"] = key.products(None, query_sums, 0.0)
+                vectors["column_linear"] = cupy.empty(n)
+            factors = vectors["row_linear"], vectors["column_linear"]
+            terms.append(LinearTerm(Segments(None, None, 1), *factors, query_sums, key_sums))
+        if problem.classes is not None:
+            classes = problem.classes.in_sums
+            key_sums = key.sums(classes.columns, classes.count, order=classes.column_order)
+            query_sums = key_sums if problem.symmetric else None
+            vectors["class_products"] = query.products(classes.rows, key_sums, own_count)
+            vectors["class_linear"] = cupy.empty(m)
+            vectors["positive_count"] = problem.classes.positive_count
+            if problem.two_sided:
+                query_sums = query.sums(classes.rows, classes.count, order=classes.row_order)
+                vectors["column_class_products"] = key.products(classes.columns, query_sums, 0.0)
+                vectors["column_class_linear"] = cupy.empty(n)
+            factors = vectors["class_linear"], vectors["column_class_linear"]
+            terms.append(LinearTerm(classes, *factors, query_sums, key_sums))
+        self.terms, self.vectors = terms, vectors
+        self.smoothing: Fields = {
+            "label_smoothing": problem.label_smoothing, "row_keys": max(1, n - problem.symmetric)
+        }  # fmt: skip
+
+    def begin(self, launcher: Launcher, problem: Problem, scale: Fields) -> None:
+        """Write the factors of the terms before the log-sum-exps are known, for one pass."""
+        names = "positive_count", "row_linear", "class_linear"
+        launcher.launch_vectors(
+            "begin_linear", len(problem.query), upstream=problem.upstream, m=len(problem.query),
+            row_direction_weight=problem.row_direction_weight, scale=scale, **self.smoothing,
+            **{name: self.vectors[name] for name in names},
+        )  # fmt: skip
+
+    def finalize(self, launcher: Launcher, problem: Problem, finalize_arguments: Fields) -> None:
+        """Add label smoothing and class means to the results of the kernel `finalize`, and write
+        the factors of the terms, whose gradients the gradient pass subtracts.
+
+        `TiledVectors.finalize` calls this after the launch of `finalize` with
+        `finalize_arguments`.
+        """
+        launcher.launch_vectors(
+            "finalize_linear", len(problem.query),
+            g={"f": finalize_arguments, "joint": problem.joint,
+               "column_queries": len(problem.query), **self.smoothing, **self.vectors},
+        )  # fmt: skip

@@ -183,6 +183,7 @@ class TiledVectors(ElementwiseVectors):
         # which all losses depend is not finite: of any key, or of a guide (`Guide.with_limits`)
         self.any_key = cupy.empty(1)
         self.own: OwnNegativesByKernels | None = None  # own negatives that sums contain already
+        self.linear: linear.LinearTerms | None = None  # linear terms that a pass has made already
         # how many thread blocks of a launch have come to its end; None: no kernel has set it to 0
         self.arrived: Array | None = None
         # struct Ranges of a pass whose row factors are upstream gradients (of a sigmoid: times the
@@ -293,6 +294,16 @@ class TiledVectors(ElementwiseVectors):
         self.own.join(self, stats, references, pass_scale, problem.known_row_nans)
         return references
 
+    def begin_linear_terms(
+        self, problem: Problem, rows: Sequence[linear.GPURows]
+    ) -> Sequence[LinearTerm]:
+        """The linear terms of one pass, with their factors. `rows` are queries and keys."""
+        if not problem.linear_terms:
+            return ()
+        self.linear = linear.LinearTerms(problem, rows)
+        self.linear.begin(self.launcher, problem, self.scalars.scale)
+        return self.linear.terms
+
     def find_limits(self, problem: Problem, dots: Array) -> Array:
         m = len(dots)
         out = cupy.empty(m)
@@ -366,9 +377,9 @@ class TiledVectors(ElementwiseVectors):
         self.launcher.launch_vectors("finalize", m, defines=defines, f=finalize_arguments)
         terms: Sequence[LinearTerm] = ()
         if problem.linear_terms:
-            terms = linear.finalize_linear_terms(
-                self.launcher, problem, backend.linear_rows, finalize_arguments
-            )
+            made = self.linear or linear.LinearTerms(problem, backend.linear_rows)
+            made.finalize(self.launcher, problem, finalize_arguments)
+            terms = made.terms
         if positive_logits is not None:
             stats.positive_logits = positive_logits
         probability = None  # only operations on arrays need it

@@ -151,28 +151,41 @@ def test_one_pass_with_keys(
 @pytest.mark.parametrize("options", [
     {}, {"weighted": True}, {"margin": 0.1, "hardness": 3.0, "weighted": True}, {"decoupled": True},
     {"false_negative_margin": 0.1}, {"key_bias": True, "weighted": True, "normalize": True},
+    {"label_smoothing": 0.3, "single": True},
+    {"label_smoothing": 0.3, "single": True, "normalize": True}, {"positive_ids": 40},
+    {"positive_ids": 600}, {"positive_ids": 90, "label_smoothing": 0.3},
+    {"positive_ids": 90, "normalize": True}, {"positive_ids": 90, "decoupled": True},
 ], ids="-".join)  # fmt: skip
 @pytest.mark.parametrize("wrt", [BOTH, ("query",)])
 @pytest.mark.parametrize(("dtype", "precision"), ONE_PASS)
-def test_several_positives_in_one_pass(
+def test_positives_and_linear_terms_in_one_pass(
     dtype: str, precision: str, wrt: tuple[str, ...], options: dict[str, Any],
     blocks_swept: list[list[int]], limit: Limit,
 ) -> None:  # fmt: skip
-    """Rows with several positives, with one, and with none; in several blocks, too."""
+    """Rows with several positives, with one, and with none; in several blocks, too. Classes of
+    a few positives, or mostly of one."""
     m, n, d, scale = 300, 520, 72, 14.0
     args = tuple(for_tensor_cores(z, dtype) for z in pairs("random", m, n, d, "f8", 3))
     rng, options = np.random.default_rng(0), dict(options)
     labels = each_once(rng.integers(-1, n, (m, 4)))
     labels[::9] = -1
-    options["labels"] = labels
+    if "positive_ids" in options:
+        most = options["positive_ids"]
+        options["positive_ids"] = rng.integers(0, most, m), rng.integers(0, most, n)
+    else:
+        options["labels"] = labels[:, 0] if options.pop("single", False) else labels
     if options.pop("weighted", False):
-        options["label_weights"] = rng.uniform(0.1, 2, labels.shape) * (
-            rng.random(labels.shape) < 0.8
-        )
+        weights = rng.uniform(0.1, 2, labels.shape) * (rng.random(labels.shape) < 0.8)
+        options["label_weights"] = weights
     if "key_bias" in options:
         options["key_bias"] = rng.uniform(-2, 2, n)
     ref = judged("info_nce", args, scale=scale, **options)
-    on_device = {k: cupy.asarray(v) if isinstance(v, np.ndarray) else v for k, v in options.items()}
+    on_device = dict(options)
+    for name, value in options.items():
+        if isinstance(value, np.ndarray):
+            on_device[name] = cupy.asarray(value)
+        elif isinstance(value, tuple):
+            on_device[name] = tuple(map(cupy.asarray, value))
     for rows in (0, 128):
         limit(rows, False)
         blocks_swept.clear()

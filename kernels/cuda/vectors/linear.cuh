@@ -15,6 +15,25 @@ extern "C" __global__ void join_rows(const __grid_constant__ Sums sums, const do
   joined_upstream[i] = joined_upstream[i + n] = upstream[i];
 }
 
+// The factors of the linear terms of a row or column, from its factor a (`row_factor`, `column_factor`): label smoothing
+// over n keys, and the mean of the `in_class` positives of its class (0: the class has no sum).
+__device__ __forceinline__ double smoothing_factor(double smoothing, double a, i64 n) { return smoothing * a / n; }
+__device__ __forceinline__ double class_factor(double smoothing, double a, i64 in_class) {
+  return in_class ? (1 - smoothing) * a / in_class : 0;
+}
+
+// For one pass: the factors of linear terms, before the log-sum-exps are known. Pointers may be null, as in
+// LinearFinalizeArguments.
+extern "C" __global__ void begin_linear(const double* upstream, i64 m, double row_direction_weight,
+                                        const __grid_constant__ Scale scale, double label_smoothing, i64 row_keys,
+                                        const i64* positive_count, double* row_linear, double* class_linear) {
+  const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
+  if (i >= m) return;
+  const double a = upstream[i] * (row_direction_weight * scale.bare());
+  if (row_linear) row_linear[i] = smoothing_factor(label_smoothing, a, row_keys);
+  if (class_linear) class_linear[i] = class_factor(label_smoothing, a, positive_count[i]);
+}
+
 struct LinearFinalizeArguments {
   FinalizeArguments f;  // of `finalize`, whose results this kernel changes
   double label_smoothing;
@@ -67,9 +86,8 @@ extern "C" __global__ void finalize_linear(const __grid_constant__ LinearFinaliz
       use_class_mean(f.columns.get(i), column_mean, column_loss, column_scale_grad);
     }
   }
-  if (g.class_linear) g.class_linear[i] = in_class ? (1 - smoothing) * row_factor / in_class : 0;
-  if (g.column_class_linear)
-    g.column_class_linear[i] = in_class ? (1 - smoothing) * f.column_factor[i] / in_class : 0;
+  if (g.class_linear) g.class_linear[i] = class_factor(smoothing, row_factor, in_class);
+  if (g.column_class_linear) g.column_class_linear[i] = class_factor(smoothing, f.column_factor[i], in_class);
   if (g.row_products) {
     const bool any = count || in_class;
     const double margins = scale * f.options.margin * count;
@@ -81,7 +99,7 @@ extern "C" __global__ void finalize_linear(const __grid_constant__ LinearFinaliz
     }
     const double row_term = any ? smoothing * (mean - total / n) : 0;
     loss += row_term, log_scale_grad += row_term;
-    g.row_linear[i] = smoothing * row_factor / n;
+    g.row_linear[i] = smoothing_factor(smoothing, row_factor, n);
     at_positives = count ? smoothing * row_factor * ((double)count / n - 1) : 0;
     double gradient_change = smoothing * row_factor / (count ? count : 1);  // of dL/dx at each positive
     if (g.joint) gradient_change += smoothing * row_factor / n;  // the linear term counts this pair twice
@@ -94,7 +112,7 @@ extern "C" __global__ void finalize_linear(const __grid_constant__ LinearFinaliz
       column_loss += column_term, column_scale_grad += column_term;
       gradient_change += smoothing * column_factor;
       at_positives += smoothing * column_factor * (1.0 / g.column_queries - 1);
-      g.column_linear[i] = smoothing * column_factor / g.column_queries;
+      g.column_linear[i] = smoothing_factor(smoothing, column_factor, g.column_queries);
     }
     for (i64 s = 0; s < set_size; ++s)
       if (keys[s] >= 0) f.positive_gradient[i * set_size + s] += gradient_change;

@@ -108,8 +108,8 @@ add_repeated(const Real2* pairs, const Real* moments, i64 slots, i64 n, double* 
 //   - rows.max: the reference exponent of the sum, which takes the place of a maximum
 //   - rows.moment: the first moment, of base-2 logits instead of products
 //   - gradient_divisor: the number by which `finish` multiplies the row of dQ, a 2^(max - log-sum-exp). It is computed
-//     as a negative_probability / sum, with a the upstream gradient times the weight of rows and the scale. If rows are
-//     normalised, the number contains the row's factor.
+//     as a negative_probability / sum, with a the upstream gradient times the weight of rows and the scale, or a / sum
+//     if the sum has all positives. If rows are normalised, the number contains the row's factor.
 //   - positive_gradient: dL/dx at the positives
 extern "C" __global__ void end_online(const Real* reference, const __grid_constant__ Sums rows,
                                       const double* positive_logits, const i64* positives, i64 set_size,
@@ -117,7 +117,8 @@ extern "C" __global__ void end_online(const Real* reference, const __grid_consta
                                       const double* label_weights,
 #endif
                                       const double* upstream, const Real* factor, i64 n,
-                                      double row_direction_weight, const __grid_constant__ Scale scale,
+                                      double row_direction_weight, double label_smoothing, i64 has_classes,
+                                      const __grid_constant__ Scale scale,
                                       const __grid_constant__ RowOptions options, double* gradient_divisor,
                                       double* positive_gradient) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
@@ -136,7 +137,8 @@ extern "C" __global__ void end_online(const Real* reference, const __grid_consta
     const i64 key = positives[i];
     negative_probability =
         options.direction_of_one(rows.get(i), positive_logits[i], key, options.bias(key)).negative_probability;
-    positive_gradient[i] = -(a * negative_probability);
+    positive_gradient[i] = a * (label_smoothing - negative_probability);  // see `finalize_linear`
+    if (has_classes && key < 0) negative_probability = 1;  // the positives of the row's class are in the sum
   }
   gradient_divisor[i] = sum == 0 ? 0 : a * negative_probability / sum * (factor ? factor[i] : 1);
 }

@@ -313,13 +313,17 @@ class Call:
     def loss_follows_from_row_sums(self) -> bool:
         """Whether the loss and dQ follow from sums of rows only, so that one pass is enough.
 
-        That is: there is one softmax, over keys; there are no retrieval ranks, label smoothing,
-        classes, joint rows or teacher; and margin, decoupled and hardness are not combined with
-        options of pairs (`pair_options`).
+        That is: there is one softmax, over keys; there are no retrieval ranks, joint rows or
+        teacher; margin, decoupled, hardness, label smoothing and classes are not combined with
+        options of pairs (`pair_options`); label smoothing neither with ids nor with several
+        positives; and classes have sums.
         """
-        combined = bool(self.row_loss_options and self.pair_options)
-        options = self.linear_terms or self.joint or self.taught or combined
-        return self.loss is LossForm.ROWS and not (self.retrieval_ranks or options)
+        of_rows = self.row_loss_options or self.linear_terms
+        options = self.joint or self.taught or (of_rows and self.pair_options)
+        smoothed = self.smoothing and (self.ids or self.set_size > 1)
+        without_sums = self.classes and not self.max_class_sums
+        others = options or smoothed or without_sums
+        return self.loss is LossForm.ROWS and not (self.retrieval_ranks or others)
 
 
 def _describe_matrix(array: Array | None) -> Matrix | None:

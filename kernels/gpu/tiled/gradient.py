@@ -6,6 +6,7 @@ The other subclasses are in one_pass.py and ../distill/run.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from ...epilogues import SoftmaxGradient
 from ...grid import slices
+from ...linear import LinearTerm
 from ...problem import LOG2_E, Array, Gradients, Problem
 from .. import config, schedule
 from ..device.arguments import Fields, address, matrix
@@ -353,6 +355,19 @@ class GradientRun(PassRun):
         sources = range_sources((m, n), vectors, largest, by_factor, set_size)
         find_ranges(self.launcher, self.ranges, sources)
 
+    def add_linear_terms(self, terms: Sequence[LinearTerm]) -> None:
+        """Let `finish` subtract the gradients of linear terms, of the sides that this pass
+        computes."""
+        if not terms:
+            return
+        symmetric = self.problem.symmetric
+        sides = (False, self.scheduled.dq_accumulator), (True, self.scheduled.dk_accumulator)
+        self.linear_fields = {
+            is_key_side: linear_gradients(terms, *self.buffers.linear_rows, is_key_side, symmetric)
+            for is_key_side, accumulator in sides
+            if accumulator is not None and not (is_key_side and symmetric)
+        }
+
     def find_upstream_ranges(self, row_factor: Array) -> None:
         """`find_ranges` of row factors that are upstream gradients, unless they are known."""
         known = self.buffers.vectors.upstream_ranges
@@ -399,15 +414,7 @@ class SoftmaxRun(GradientRun):
         else:
             self.find_ranges(m, n, by_factor=not bounded_by_positive, **sources)
         self.positive_gradient = sources["positive_gradient"]
-        if epilogue.linear:  # the sides whose gradients this pass computes
-            sides = (False, scheduled.dq_accumulator), (True, scheduled.dk_accumulator)
-            self.linear_fields = {
-                is_key_side: linear_gradients(
-                    epilogue.linear, *buffers.linear_rows, is_key_side, problem.symmetric
-                )
-                for is_key_side, accumulator in sides
-                if accumulator is not None and not (is_key_side and problem.symmetric)
-            }
+        self.add_linear_terms(epilogue.linear)
         # Limits may leave a pair out of one direction only. Then one exponential serves both only
         # if the log-sum-exps of all rows and columns lie close together
         column_reference = sources["column_reference"]

@@ -40,6 +40,7 @@ class OnlineRun(GradientRun):
         self.references = buffers.vectors.begin_one_pass(
             problem, epilogue, self.exponent_scale, buffers.real
         )
+        self.add_linear_terms(buffers.vectors.begin_linear_terms(problem, buffers.linear_rows))
         # for each query tile of a block, 1 if the sweep has to compute it again with other r
         self.repeated_tiles = cupy.empty(-(-self.largest_rows // config.BLOCK_M), np.int32)
         self.row_divisors = cupy.empty(m)  # u
@@ -108,7 +109,9 @@ class OnlineRun(GradientRun):
             positives=address(self.problem.positives, start), set_size=self.problem.set_size,
             upstream=address(self.problem.upstream, start),
             factor=address(self.buffers.query.factor, start), n=n,
-            row_direction_weight=self.problem.row_direction_weight, scale=self.exponent_scale,
+            row_direction_weight=self.problem.row_direction_weight,
+            label_smoothing=self.problem.label_smoothing,
+            has_classes=self.problem.classes is not None, scale=self.exponent_scale,
             options=self.buffers.scalars.row_options(self.problem),
             gradient_divisor=address(self.row_divisors, start),
             positive_gradient=address(self.positive_gradient, start),
