@@ -7,6 +7,7 @@ kernels and memory, as for a call that runs. `work` counts operations and bytes 
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -212,8 +213,20 @@ def explain(
     )  # fmt: skip
 
 
-if explain.__doc__ is not None:  # None: without docstrings, python -OO
-    explain.__doc__ = explain.__doc__.replace("{flags}", ", ".join(FLAGS))
+def _name_flags(function: Any) -> None:
+    """Put `FLAGS` in the place of `pair_options` in a function's signature and docstring."""
+    signature = inspect.signature(function)
+    others = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    flags = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation="bool")
+        for name in FLAGS
+    ]
+    function.__signature__ = signature.replace(parameters=[*others, *flags])
+    if function.__doc__ is not None:  # None: without docstrings, python -OO
+        function.__doc__ = function.__doc__.replace("{flags}", ", ".join(FLAGS))
+
+
+_name_flags(explain)
 
 
 def _check_tokens(

@@ -1,6 +1,7 @@
 """`infonce.explain` and the command `infonce explain`, without a GPU."""
 
 import html
+import inspect
 import json
 import re
 import subprocess
@@ -269,8 +270,9 @@ def test_loss_alone_takes_no_wrt() -> None:
 
 def test_each_option_of_pairs_is_a_flag() -> None:
     """Of the function and of the command."""
-    usage = output("explain", "--help")
+    usage, parameters = output("explain", "--help"), inspect.signature(infonce.explain).parameters
     for option in PAIR_OPTIONS:
+        assert option.name in parameters
         if option.name != "positive_ids":  # classes, which kernels of lit do not read
             call = infonce.explain("lit", 4096, 64, **{option.name: True}).schedule.call
             assert [*call.pairs] == [option]
