@@ -9,13 +9,7 @@ from hypothesis import strategies as st
 from infonce.kernels.cpu import schedule
 from infonce.kernels.cpu.loops import sigmoid
 from infonce.kernels.cpu.tiled_pass import TiledPass
-from infonce.kernels.grid import (
-    Grid,
-    default_positive_blocks,
-    positive_blocks,
-    slice_runs,
-    slices,
-)
+from infonce.kernels.grid import Grid, default_positive_blocks, positive_blocks, slice_runs, slices
 from infonce.kernels.problem import default_positives
 from reference_problems import one_problem, quick
 

@@ -221,8 +221,7 @@ def test_sweeps_with_limits_and_biases(
 
 @needs_nvrtc
 @pytest.mark.parametrize(
-    ("rows", "more"),
-    some(1, [("bf16", 1024), ("fp16", 1040)], [(1, False), (1, True), (2, True)]),
+    ("rows", "more"), some(1, [("bf16", 1024), ("fp16", 1040)], [(1, False), (1, True), (2, True)])
 )
 def test_sweep_of_a_guide(rows: tuple[str, int], more: tuple[int, bool]) -> None:
     """A guide's sweep has as many stages as fit shared memory, and hardly spills."""

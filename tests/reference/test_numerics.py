@@ -4,13 +4,7 @@ import ml_dtypes
 import mpmath
 import numpy as np
 import pytest
-from reference_problems import (
-    EPS,
-    LOSSES,
-    assert_close,
-    assert_same_result,
-    one_problem,
-)
+from reference_problems import EPS, LOSSES, assert_close, assert_same_result, one_problem
 
 from infonce import reference
 from infonce.reference import common
