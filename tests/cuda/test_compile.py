@@ -76,7 +76,7 @@ def spilled(log: str) -> int:
 
 @needs_nvrtc
 @pytest.mark.parametrize(
-    ("name", "precision", "arch"), some(2, TILED, config.OPERAND_BYTES, DEVICES)
+    ("name", "precision", "arch"), some(1, TILED, config.OPERAND_BYTES, DEVICES)
 )
 def test_tiled_kernels(name: str, precision: str, arch: str) -> None:
     require_use(precision, arch)
@@ -159,7 +159,7 @@ def compile_sweep(
 
 @needs_nvrtc
 @pytest.mark.parametrize(
-    ("name", "precision", "width"), some(2, SWEEPS, config.SWEEP_PRECISIONS, WIDTHS)
+    ("name", "precision", "width"), some(1, SWEEPS, config.SWEEP_PRECISIONS, WIDTHS)
 )
 def test_sweeps(name: str, precision: str, width: int) -> None:
     """Sweeps compile for Hopper: the first variant, and one in three of the others."""
@@ -253,15 +253,6 @@ def test_sweeps_with_columns_of_ids(name: str, rows: tuple[str, int]) -> None:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize(
-    ("name", "precision"), some(1, ["lse", "gradient", "sigmoid"], ["bf16", "fp64", "fp32"])
-)
-def test_tiled_kernels_with_columns_of_ids(name: str, precision: str) -> None:
-    tile = config.tile_for(precision, 512, DEVICES["sm_80"], integer_count=MOST_COLUMNS - 1)
-    compile_within_budget(name, precision, "sm_80", tile, 1, IDS=MOST_COLUMNS)
-
-
-@needs_nvrtc
 @pytest.mark.parametrize(("precision", "normalize"), some(1, ["bf16", "fp16"], [False, True]))
 def test_sweep_of_a_teacher(precision: str, normalize: bool) -> None:
     sweep = config.teacher_sweep(precision, 1024, 1024, DEVICES["sm_90a"], normalize)
@@ -272,13 +263,25 @@ def test_sweep_of_a_teacher(precision: str, normalize: bool) -> None:
 
 @needs_nvrtc
 @pytest.mark.parametrize(
-    ("name", "precision", "biases"),
-    some(1, ["lse", "gradient"], ["bf16", "fp64", "fp32"], [True, False]),
-)
-def test_tiled_kernels_with_limits_and_biases(name: str, precision: str, biases: bool) -> None:
-    arch, options = ("sm_90a", {"LIMITS": 2, "BIAS": 2}) if biases else ("sm_80", {"LIMITS": 2})
-    tile = config.tile_for(precision, 64, DEVICES[arch], len(options))
-    compile_within_budget(name, precision, arch, tile, 1, extras=1, **options)
+    ("name", "precision", "arch", "extras", "options"),
+    [(*each, "sm_80", 0, {"IDS": MOST_COLUMNS})
+     for each in (("lse", "bf16"), ("gradient", "fp64"), ("sigmoid", "fp32"))]
+    + [("lse", "bf16", "sm_90a", 1, {"LIMITS": 2, "BIAS": 2}),
+       ("lse", "fp32", "sm_90a", 1, {"LIMITS": 2, "BIAS": 2}),
+       ("gradient", "fp64", "sm_80", 1, {"LIMITS": 2}),
+       ("sigmoid", "bf16", "sm_80", 0, {"POSITIVE_IDS": 1, "PAIR_WEIGHTS": 1, "GROUPS": 1}),
+       ("gradient", "bf16", "sm_80", 1, {"POSITIVE_IDS": 1, "GROUPS": 1})],
+)  # fmt: skip
+def test_tiled_kernels_with_options(
+    name: str, precision: str, arch: str, extras: int, options: dict[str, int]
+) -> None:
+    """Columns of ids, limits, biases, and positive ids with groups."""
+    if "IDS" in options:
+        tile = config.tile_for(precision, 512, DEVICES[arch], integer_count=MOST_COLUMNS - 1)
+    else:
+        pairs = len({"LIMITS", "BIAS", "PAIR_WEIGHTS"} & options.keys())
+        tile = config.tile_for(precision, 64, DEVICES[arch], pairs, 2 * ("GROUPS" in options))
+    compile_within_budget(name, precision, arch, tile, 1, extras, **options)
 
 
 @needs_nvrtc
@@ -323,30 +326,22 @@ def test_sets_of_positives(precision: str, extras: bool, width: int) -> None:
 
 
 @needs_nvrtc
-def test_positives_that_groups_do_not_leave_out() -> None:
-    """A sigmoid with positive ids, their weights, and groups."""
-    options = {"POSITIVE_IDS": 1, "PAIR_WEIGHTS": 1, "GROUPS": 1}
-    sweep = config.sweep_for("bf16", 1024, DEVICES["sm_90a"], False, False, 1, 2)
-    tile = config.tile_for("bf16", 64, DEVICES["sm_80"], 1, 2)
+@pytest.mark.parametrize(
+    ("name", "extras", "options"),
+    [("sigmoid", 0, {"GRADIENT": 1, "PAIR_WEIGHTS": 1}), ("lse", 1, {"COLUMNS": 1})],
+)
+def test_positives_that_groups_do_not_leave_out(
+    name: str, extras: int, options: dict[str, int]
+) -> None:
+    """A sigmoid with positive ids, their weights and groups; a softmax with ids, without weights:
+    names of 8 bytes each."""
+    sweep = config.sweep_for(
+        "bf16", 1024, DEVICES["sm_90a"], bool(extras), False, 1 - extras, integer_count=2
+    )
     assert sweep is not None
-    more = {"IDS": 0, "NORM_FACTORS": 0, "GRADIENT": 1}
-    compile_sweep("sigmoid", "bf16", sweep, SPILLS_EXTRAS, (True, False), **more, **options)
-    compile_within_budget("sigmoid", "bf16", "sm_80", tile, 1, **options)
-
-
-@needs_nvrtc
-def test_positives_that_ids_and_groups_do_not_leave_out() -> None:
-    """A softmax with positive ids, ids and groups: names of 8 bytes each, and no weights."""
-    names = {"IDS": 1, "NORM_FACTORS": 1, "POSITIVE_IDS": 1, "GROUPS": 1}
-    sweep = config.sweep_for("bf16", 1024, DEVICES["sm_90a"], True, False, 0, 2)
-    tile = config.tile_for("bf16", 64, DEVICES["sm_80"], 0, 2)
-    assert sweep is not None
-    for name, of_sweep in some(1, ["lse", "gradient"], [True, False]):
-        has = name == "gradient", name == "lse"
-        if of_sweep:
-            compile_sweep(name, "bf16", sweep, SPILLS_EXTRAS, has, COLUMNS=1, **names)
-        else:
-            compile_within_budget(name, "bf16", "sm_80", tile, 1, 1, POSITIVE_IDS=1, GROUPS=1)
+    options = options | {"IDS": extras, "NORM_FACTORS": extras, "POSITIVE_IDS": 1, "GROUPS": 1}
+    has = name == "sigmoid", name == "lse"
+    compile_sweep(name, "bf16", sweep, SPILLS_EXTRAS, has, **options)
 
 
 @needs_nvrtc
@@ -376,7 +371,7 @@ OF_ONE_TYPE = "naive/naive.cu", "linear.cu", "vectors.cu", "block/guide_rows.cu"
 @pytest.mark.parametrize(
     ("file", "precision", "options", "arch"),
     some(1, ["rows.cu"], ["FP64", "FP32", "BF16X3", "FP16X3", "FP16"], [{}], DEVICES)
-    + some(2, OF_ONE_TYPE, ["FP64", "FP32"], [{}], DEVICES)
+    + some(1, OF_ONE_TYPE, ["FP64", "FP32"], [{}], DEVICES)
     + some(1, ["labels.cu", "block/positive_tiles.cu"], ["FP32"], [{}], DEVICES)
     + some(1, ["vectors.cu"], ["FP32", *THOROUGH * ["FP64"]], [{"LABEL_WEIGHTS": 1}], ["sm_90a"])
     + some(1, ["finish.cu"], ["FP32", "FP64"], OF_FINISH, DEVICES),
@@ -387,30 +382,28 @@ def test_other_kernels(file: str, precision: str, options: dict[str, int], arch:
     assert spilled(log) <= 32
 
 
+IN_TABLE = {"OWN_INDICES": 1, "OWN_BIAS": 1}
+
+
 @needs_nvrtc
 @pytest.mark.parametrize(
-    ("precision", "words", "factors", "arch"),
-    some(1, ["FP32", "FP64"], [(0, 0), (1, 1), (1, 2), (2, 2)], [0, 1], DEVICES),
-)
-def test_own(precision: str, words: tuple[int, int], factors: int, arch: str) -> None:
+    ("precision", "words", "factors", "arch", "table"),
+    [(*each, {}) for each in some(
+        1, ["FP32", "FP64"], [(0, 0), (1, 1), (1, 2), (2, 2)], [0, 1], DEVICES)]
+    + [("FP64", (0, 0), 0, "sm_90a", IN_TABLE), ("FP32", (2, 2), 1, "sm_90a", IN_TABLE)],
+)  # fmt: skip
+def test_own(
+    precision: str, words: tuple[int, int], factors: int, arch: str, table: dict[str, int]
+) -> None:
     """Only rare rows, whose squares are out of range, call functions, and spill for them."""
-    defines = {"PRECISION": precision, "NORM_FACTORS": factors, "WORDS": words[0]}
+    defines = {"PRECISION": precision, "NORM_FACTORS": factors, "WORDS": words[0], **table}
     if words[0]:
         defines["OUT_WORDS"] = words[1]
-    log = compiler.compile_for("own.cu", defines, arch, PTXAS)[1]
-    assert spilled(log) <= (520 if factors else 130)
-
-
-@needs_nvrtc
-@pytest.mark.parametrize(
-    ("precision", "words", "factors", "arch"),
-    some(1, ["FP64", "FP32"], [0, 2, 1], [0, 1], ["sm_90a", *THOROUGH * ["sm_75", "sm_80"]]),
-)
-def test_own_table(precision: str, words: int, factors: int, arch: str) -> None:
-    defines = {"PRECISION": precision, "NORM_FACTORS": factors, "WORDS": words}
-    defines |= {"OWN_INDICES": 1, "OWN_BIAS": 1} | ({"OUT_WORDS": words} if words else {})
-    for file, most in (("own.cu", 620 if factors else 130), ("own_table.cu", 160)):
-        assert spilled(compiler.compile_for(file, defines, arch, PTXAS)[1]) <= most
+    most = {"own.cu": (620 if table else 520) if factors else 130}
+    if table:
+        most["own_table.cu"] = 160
+    for file, budget in most.items():
+        assert spilled(compiler.compile_for(file, defines, arch, PTXAS)[1]) <= budget
 
 
 @needs_nvrtc
@@ -435,23 +428,24 @@ def test_maxsim(precision: str, wide: int, arch: str) -> None:
     defines = {"PRECISION": precision, "WIDE_WINNERS": wide}
     log = compiler.compile_for("maxsim/tokens.cu", defines, arch, PTXAS)[1]
     assert spilled(log) <= 16
-    for warps, chunk, tokens in ((16, 1024, 64), (32, 4096, 304)):
-        defines |= {"ALIGNED": 1 - wide, "WARPS": warps, "CHUNK": chunk, "TOKENS": tokens}
-        log = compiler.compile_for("maxsim/gradients.cu", defines, arch, PTXAS)[1]
-        assert spilled(log) <= 192  # 32 warps share a multiprocessor's registers
+    warps, chunk, tokens = (16, 1024, 64) if wide else (32, 4096, 304)
+    defines |= {"ALIGNED": 1 - wide, "WARPS": warps, "CHUNK": chunk, "TOKENS": tokens}
+    log = compiler.compile_for("maxsim/gradients.cu", defines, arch, PTXAS)[1]
+    assert spilled(log) <= 192  # 32 warps share a multiprocessor's registers
 
 
 @needs_nvrtc
 @pytest.mark.parametrize(
-    ("precision", "tile", "winners"), some(1, ["BF16", "FP16"], [176, 152, 128, 104, 64], [0, 1])
+    ("precision", "tile", "winners", "slices", "packed"),
+    some(1, ["BF16", "FP16"], [176, 152, 128, 104, 64], [0, 1], [2, 2, 1, 1], [0, 1]),
 )
-def test_maxsim_sweeps(precision: str, tile: int, winners: int) -> None:
+def test_maxsim_sweeps(precision: str, tile: int, winners: int, slices: int, packed: int) -> None:
     """No registers are spilled, and no product waits for another (C7511)."""
-    defines = {"PRECISION": precision, "KEY_TILE": tile, "WINNERS": winners, "SLICES": 2}
-    for options in ({}, {"PACKED": 1}, {"SLICES": 1, "PACKED": tile // 8 % 2}):
-        log = compiler.compile_for("sm90/maxsim.cu", defines | options, "sm_90a", PTXAS)[1]
-        assert spilled(log) <= 0
-        assert "C75" not in log
+    defines = {"PRECISION": precision, "KEY_TILE": tile, "WINNERS": winners, "SLICES": slices}
+    defines["PACKED"] = packed
+    log = compiler.compile_for("sm90/maxsim.cu", defines, "sm_90a", PTXAS)[1]
+    assert spilled(log) <= 0
+    assert "C75" not in log
 
 
 # options that have no default
@@ -465,7 +459,7 @@ OPTIONS = {
 @needs_nvrtc
 @pytest.mark.parametrize(
     "names",
-    [(), ("LIMITS",), ("BIAS",), ("POSITIVE_IDS", "PAIR_WEIGHTS"), ("LABEL_WEIGHTS",)],
+    [(), ("LIMITS", "BIAS"), ("POSITIVE_IDS", "PAIR_WEIGHTS"), ("LABEL_WEIGHTS",)],
     ids="-".join,
 )
 @pytest.mark.parametrize("file", sorted(set(signatures.kernel_files().values())))
