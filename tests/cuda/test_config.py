@@ -42,6 +42,7 @@ def test_schedules_by_width() -> None:
         sweep = config.sweep_for(precision, width, device, False)
         assert sweep is not None
         assert sweep.residency.name == schedule
+    assert config.sweep_for("fp32", 1024, device, False) is None
 
 
 @pytest.mark.parametrize(("precision", "by"), [("fp32", "fp16x3"), ("tf32", "fp16")])
