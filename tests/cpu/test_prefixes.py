@@ -47,23 +47,6 @@ def test_all_features_are_no_prefix(name: str) -> None:
         assert want is None or np.array_equal(have, want)
 
 
-def test_given_destinations_and_upstream_gradients() -> None:
-    image, text = one_problem("clip", rows=12, width=6).features
-    out = {"image": np.full(image.shape, np.nan)}
-    upstream = np.linspace(-1, 1, 12)
-    got = infonce.clip_loss_and_grad(
-        image, text, scale=2.0, dims=(2, 4), out=out, reduction="none", grad_out=upstream,
-        wrt=("image",),
-    )  # fmt: skip
-    _, grads = summed("clip", (image, text), (2, 4), (1.0, 1.0), scale=2.0, weights=upstream)
-    assert got.grads.image is out["image"]
-    np.testing.assert_allclose(out["image"], grads["image"], rtol=1e-12, atol=1e-13)
-    assert not out["image"][:, 4:].any()
-    assert got.grads.text is None
-    assert got.grads.scale is None
-    assert got.loss.shape == (12,)
-
-
 @pytest.mark.parametrize("method", ["naive", "tiled", "auto"])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
@@ -164,28 +147,32 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return one_pass_used
 
 
-def test_one_pass_of_some_gradients(passes: list[bool]) -> None:
-    features, options = one_problem("clip", rows=40, width=6).features, {"scale": 2.0}
+@pytest.mark.parametrize(("method", "dims"), [("naive", (2, 4)), ("tiled", (2, 6))])
+def test_some_gradients(method: str, dims: tuple[int, int], passes: list[bool]) -> None:
+    """Destinations, upstream gradients of rows and a callback, by each prefix and by one pass."""
+    features = one_problem("clip", rows=40, width=6).features
+    options: dict[str, Any] = {"scale": 2.0, "normalize": True}
     upstream = np.linspace(-1, 1, 40)
     out = {"text": np.full(features[1].shape, np.nan)}
     steps: list[tuple[str, int, int]] = []
     got = infonce.clip_loss_and_grad(
-        *features, dims=(2, 6), reduction="none", grad_out=upstream, wrt=("text", "scale"), out=out,
-        method="tiled", normalize=True, progress=lambda *step: steps.append(step), **options,
+        *features, dims=dims, reduction="none", grad_out=upstream, wrt=("text", "scale"), out=out,
+        method=method, progress=lambda *step: steps.append(step), **options,
     )  # fmt: skip
-    options["normalize"] = True
-    _, grads = summed("clip", features, (2, 6), (1.0, 1.0), weights=upstream, **options)
-    assert passes == [True]
+    _, grads = summed("clip", features, dims, (1.0, 1.0), weights=upstream, **options)
+    assert any(passes) == (method == "tiled")
     assert got.grads.text is out["text"]
     assert got.grads.image is None
     np.testing.assert_allclose(out["text"], grads["text"], rtol=1e-11, atol=1e-13)
+    assert not out["text"][:, dims[-1] :].any()
     np.testing.assert_allclose(got.grads.scale, grads["scale"], rtol=1e-11)
     assert got.loss.shape == (40,)
-    assert {phase for phase, _, _ in steps} == {"log-sum-exp", "gradient"}
+    if method == "tiled":
+        assert {phase for phase, _, _ in steps} == {"log-sum-exp", "gradient"}
     no_features = infonce.clip_loss_and_grad(
-        *features, dims=(2, 6), wrt=("scale",), method="tiled", **options
+        *features, dims=dims, wrt=("scale",), method=method, **options
     )
-    _, grads = summed("clip", features, (2, 6), (1.0, 1.0), **options)
+    _, grads = summed("clip", features, dims, (1.0, 1.0), **options)
     np.testing.assert_allclose(no_features.grads.scale, grads["scale"], rtol=1e-11)
 
 
