@@ -44,7 +44,7 @@ CALLS: dict[str, tuple[str, str, int, int, dict[str, Any]]] = {
     "one pass, logits far apart": ("info_nce", "bfloat16", 400, 384, TILED | {"scale": 3000.0}),
     "one pass, rising logits": ("info_nce", "bfloat16", 300, 40, TILED | {
         "keys": 700, "wrt": ("query",), "workspace": 216_000, "scale": 200.0, "rising": True}),
-    "wide parts": ("clip", "float32", 600, 1152, TILED | {"precision": "bf16x3"}),
+    "wide parts": ("clip", "float32", 300, 1152, TILED | {"precision": "bf16x3"}),
     "wide, logits far apart": ("clip", "bfloat16", 300, 1152, TILED | {"scale": 3000.0}),
     "kept, logits far apart": ("clip", "bfloat16", 512, 1152, TILED | {"scale": 400.0}),
     "kept, all logits high": ("clip", "bfloat16", 512, 1152, TILED | {"scale": 25.0, "shift": 2}),
