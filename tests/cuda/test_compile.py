@@ -74,6 +74,10 @@ def spilled(log: str) -> int:
     return max(int(n) for pair in spills for n in pair)
 
 
+def spilled_in(file: str, defines: dict[str, Any], arch: str) -> int:
+    return spilled(compiler.compile_for(file, defines, arch, PTXAS)[1])
+
+
 @needs_nvrtc
 @pytest.mark.parametrize(
     ("name", "precision", "arch"), some(1, TILED, config.OPERAND_BYTES, DEVICES)
@@ -146,11 +150,18 @@ SPILLS_MOMENTS = 64  # more: they are for few logits, or for a pass without grad
 WIDTHS = [128, 1024, 1040, *([2048] if THOROUGH else [])]
 
 
+def find_sweep(precision: str, width: int, *args: Any, **options: Any) -> config.Sweep:
+    sweep = config.sweep_for(precision, width, DEVICES["sm_90a"], *args, **options)
+    assert sweep is not None
+    return sweep
+
+
 def compile_sweep(
-    name: str, precision: str, sweep: config.Sweep, allowed: int, has: tuple[bool, bool],
-    **more: int,
+    name: str, precision: str, sweep: config.Sweep, allowed: int,
+    has: tuple[bool, bool] | None = None, **more: int,
 ) -> None:  # fmt: skip
     """`has`: gradients, sums. No product waits for another, and few bytes are spilled."""
+    has = (name != "lse", name == "lse") if has is None else has
     defines = {"PRECISION": precision.upper(), **config.defines(sweep, *has), **more}
     log = compiler.compile_for(f"sm90/sweep_{name}.cu", defines, "sm_90a", PTXAS)[1]
     assert "serialized" not in log
@@ -177,8 +188,7 @@ def test_sweeps(name: str, precision: str, width: int) -> None:
     for i, (extras, variant, moments) in enumerate(variants):
         if i and (place + i) % 3 and not THOROUGH:
             continue
-        sweep = config.sweep_for(precision, width, DEVICES["sm_90a"], extras, moments)
-        assert sweep is not None
+        sweep = find_sweep(precision, width, extras, moments)
         gradient = name != "lse"
         assert sweep.stages(gradient, not gradient) >= 3
         assert sweep.shared(gradient, not gradient) <= DEVICES["sm_90a"].shared_memory
@@ -186,7 +196,7 @@ def test_sweeps(name: str, precision: str, width: int) -> None:
         more |= {option: variant} if option else {}
         more |= {"MAXIMA": int(extras)} if name == "lse" else {}
         allowed = (SPILLS_EXTRAS if extras else budget) + moments * SPILLS_MOMENTS
-        compile_sweep(name, precision, sweep, allowed, (gradient, not gradient), **more)
+        compile_sweep(name, precision, sweep, allowed, **more)
 
 
 ROWS = [("bf16", 1024), ("bf16", 2304), ("fp16x3", 512)]  # precision, bytes of a row of one part
@@ -205,18 +215,14 @@ def test_sweeps_with_limits_and_biases(
     (name, columns), (precision, width), (limits, bias) = of_pass, rows, of_pairs
     require_range(name, precision)
     options = limits + (bias > 0)
-    device, gradient = DEVICES["sm_90a"], name != "lse"
-    sweep = config.sweep_for(precision, width, device, False, False, options)
-    assert sweep is not None
+    gradient = name != "lse"
+    sweep = find_sweep(precision, width, False, False, options)
     if precision == "bf16" and options == 1:  # no stage less than without them
-        plain = config.sweep_for(precision, width, device, False)
-        assert plain is not None
+        plain = find_sweep(precision, width, False)
         assert sweep.stages(gradient, not gradient) == plain.stages(gradient, not gradient)
     more = {"COLUMNS": columns, "LIMITS": limits * (1 + columns), "BIAS": bias}
     allowed = SWEEPS[name][1] + SPILLS_OPTIONS
-    compile_sweep(
-        name, precision, sweep, allowed, (gradient, not gradient), IDS=0, FACTORS=0, **more
-    )
+    compile_sweep(name, precision, sweep, allowed, IDS=0, FACTORS=0, **more)
 
 
 @needs_nvrtc
@@ -226,8 +232,7 @@ def test_sweeps_with_limits_and_biases(
 def test_sweep_of_a_guide(rows: tuple[str, int], more: tuple[int, bool]) -> None:
     """A guide's sweep has as many stages as fit shared memory, and hardly spills."""
     (precision, width), (limits, normalize) = rows, more
-    sweep = config.sweep_for(precision, width, DEVICES["sm_90a"], False, False, 1 + normalize)
-    assert sweep is not None
+    sweep = find_sweep(precision, width, False, False, 1 + normalize)
     assert sweep.stages(False, False) == (4 if sweep.wide else 6)
     options = {"NORM_FACTORS": int(normalize), "COLUMNS": limits - 1, "LIMITS": limits}
     compile_sweep("guide", precision, sweep, SPILLS, (False, False), IDS=0, **options)
@@ -243,13 +248,12 @@ def test_sweeps_with_columns_of_ids(name: str, rows: tuple[str, int]) -> None:
     """The most columns of ids leave two stages of the pipeline."""
     precision, width = rows
     require_range(name, precision)
-    device, gradient, option = DEVICES["sm_90a"], name != "lse", SWEEPS[name][0]
-    sweep = config.sweep_for(precision, width, device, True, integer_count=MOST_COLUMNS - 1)
-    assert sweep is not None
+    gradient, option = name != "lse", SWEEPS[name][0]
+    sweep = find_sweep(precision, width, True, integer_count=MOST_COLUMNS - 1)
     assert sweep.stages(gradient, not gradient) >= 2
     more = {"IDS": MOST_COLUMNS, "NORM_FACTORS": 1} | ({option: 1} if option else {})
     allowed = SPILLS_EXTRAS + SPILLS_COLUMNS
-    compile_sweep(name, precision, sweep, allowed, (gradient, not gradient), **more)
+    compile_sweep(name, precision, sweep, allowed, **more)
 
 
 @needs_nvrtc
@@ -258,7 +262,7 @@ def test_sweep_of_a_teacher(precision: str, normalize: bool) -> None:
     sweep = config.teacher_sweep(precision, 1024, 1024, DEVICES["sm_90a"], normalize)
     assert sweep is not None
     more = {"IDS": 0, "NORM_FACTORS": int(normalize), "COLUMNS": int(precision == "bf16")}
-    compile_sweep("distill", precision, sweep, 96, (True, False), GRADIENT=1, **more)
+    compile_sweep("distill", precision, sweep, 96, GRADIENT=1, **more)
 
 
 @needs_nvrtc
@@ -291,14 +295,12 @@ def test_tiled_kernels_with_options(
 )
 def test_cached_exponentials(precision: str, columns: int, extras: bool, moments: bool) -> None:
     """The log-sum-exp sweep that stores them, and the kernel that makes a gradient of them."""
-    sweep = config.sweep_for(precision, 2304, DEVICES["sm_90a"], extras, moments)
-    assert sweep is not None
+    sweep = find_sweep(precision, 2304, extras, moments)
     more = dict(IDS=int(extras), NORM_FACTORS=int(extras), COLUMNS=columns, MAXIMA=0, CACHE=1)
     allowed = SWEEPS["lse"][1] + moments * SPILLS_MOMENTS
     compile_sweep("lse", precision, sweep, allowed, (True, True), MOMENTS=int(moments), **more)
     defines = {"PRECISION": precision.upper(), "COLUMNS": columns}
-    log = compiler.compile_for("sm90/cached_gradient.cu", defines, "sm_90a", PTXAS)[1]
-    assert spilled(log) == 0
+    assert spilled_in("sm90/cached_gradient.cu", defines, "sm_90a") == 0
 
 
 @needs_nvrtc
@@ -309,20 +311,17 @@ def test_cached_exponentials(precision: str, columns: int, extras: bool, moments
 )
 def test_sets_of_positives(precision: str, extras: bool, width: int) -> None:
     """Kernels that look for several positives a row keep to the budgets of the others."""
-    device = DEVICES["sm_90a"]
-    sweep = config.sweep_for(precision, width, device, extras)
-    assert sweep is not None
+    sweep = find_sweep(precision, width, extras)
     for name in ("lse", "gradient"):
-        gradient = name != "lse"
         more = {"IDS": int(extras), "NORM_FACTORS": int(extras), "COLUMNS": 0, "SETS": 1}
         allowed = SPILLS_EXTRAS if extras else SWEEPS[name][1]
-        compile_sweep(name, precision, sweep, allowed, (gradient, not gradient), **more)
+        compile_sweep(name, precision, sweep, allowed, **more)
     for name, element, options in some(1, ["lse", "gradient"], ["bf16", "fp64"], [2, 0]):
         more = {"LIMITS": 1, "BIAS": 1} if options else {}
         tile = config.tile_for(element, 64, DEVICES["sm_80"], len(more))
         compile_within_budget(name, element, "sm_80", tile, 0, int(extras), SETS=1, **more)
     defines = {"PRECISION": "FP32", "NORM_FACTORS": int(extras), "SETS": 1}
-    assert spilled(compiler.compile_for("finish.cu", defines, "sm_80", PTXAS)[1]) <= 64
+    assert spilled_in("finish.cu", defines, "sm_80") <= 64
 
 
 @needs_nvrtc
@@ -335,13 +334,9 @@ def test_positives_that_groups_do_not_leave_out(
 ) -> None:
     """A sigmoid with positive ids, their weights and groups; a softmax with ids, without weights:
     names of 8 bytes each."""
-    sweep = config.sweep_for(
-        "bf16", 1024, DEVICES["sm_90a"], bool(extras), False, 1 - extras, integer_count=2
-    )
-    assert sweep is not None
+    sweep = find_sweep("bf16", 1024, bool(extras), False, 1 - extras, integer_count=2)
     options = options | {"IDS": extras, "NORM_FACTORS": extras, "POSITIVE_IDS": 1, "GROUPS": 1}
-    has = name == "sigmoid", name == "lse"
-    compile_sweep(name, "bf16", sweep, SPILLS_EXTRAS, has, **options)
+    compile_sweep(name, "bf16", sweep, SPILLS_EXTRAS, **options)
 
 
 @needs_nvrtc
@@ -351,15 +346,12 @@ def test_positives_that_groups_do_not_leave_out(
 )
 def test_sweeps_of_narrow_rows(precision: str, width: int, extras: bool, columns: int) -> None:
     """dL/dx and the gathered gradient in registers; stages hold whole tiles."""
-    device = DEVICES["sm_90a"]
-    sweep = config.choose_register_sweep(
-        config.sweep_for(precision, width, device, extras), precision, 10**5
-    )
+    sweep = config.choose_register_sweep(find_sweep(precision, width, extras), precision, 10**5)
     assert sweep is not None
     assert sweep.stages(True, False) % sweep.k_slices == 0
-    assert sweep.shared(True, False) <= device.shared_memory
+    assert sweep.shared(True, False) <= DEVICES["sm_90a"].shared_memory
     more = {"IDS": int(extras), "NORM_FACTORS": int(extras), "COLUMNS": columns}
-    compile_sweep("narrow", precision, sweep, SWEEPS["gradient"][1], (True, False), **more)
+    compile_sweep("narrow", precision, sweep, SWEEPS["gradient"][1], **more)
 
 
 OF_FINISH = [{"NORM_FACTORS": a, "LINEAR": b} for a, b in ((0, 0), (1, 1), (0, 1), (1, 0))]
@@ -378,8 +370,7 @@ OF_ONE_TYPE = "naive/naive.cu", "linear.cu", "vectors.cu", "block/guide_rows.cu"
 )
 def test_other_kernels(file: str, precision: str, options: dict[str, int], arch: str) -> None:
     require_use(precision.lower(), arch)
-    log = compiler.compile_for(file, {"PRECISION": precision, **options}, arch, PTXAS)[1]
-    assert spilled(log) <= 32
+    assert spilled_in(file, {"PRECISION": precision, **options}, arch) <= 32
 
 
 IN_TABLE = {"OWN_INDICES": 1, "OWN_BIAS": 1}
@@ -403,7 +394,7 @@ def test_own(
     if table:
         most["own_table.cu"] = 160
     for file, budget in most.items():
-        assert spilled(compiler.compile_for(file, defines, arch, PTXAS)[1]) <= budget
+        assert spilled_in(file, defines, arch) <= budget
 
 
 @needs_nvrtc
@@ -415,8 +406,7 @@ def test_fused(kind: str, precision: str, arch: str) -> None:
     kinds = {name: int(name == kind) for name in ("SYMMETRIC", "TWO_SIDED", "SIGMOID")}
     dtype = "DTYPE_FLOAT32" if precision == "FP32" else "DTYPE_FLOAT64"
     defines = {"PRECISION": precision, "DTYPE": dtype, "NORMALIZE": 1, "IDS": 1, **kinds}
-    log = compiler.compile_for("fused/fused.cu", defines, arch, PTXAS)[1]
-    assert spilled(log) <= (64 if precision == "FP32" else 512)
+    assert spilled_in("fused/fused.cu", defines, arch) <= (64 if precision == "FP32" else 512)
 
 
 @needs_nvrtc
@@ -426,12 +416,11 @@ def test_fused(kind: str, precision: str, arch: str) -> None:
 def test_maxsim(precision: str, wide: int, arch: str) -> None:
     require_use(precision.lower(), arch)
     defines = {"PRECISION": precision, "WIDE_WINNERS": wide}
-    log = compiler.compile_for("maxsim/tokens.cu", defines, arch, PTXAS)[1]
-    assert spilled(log) <= 16
+    assert spilled_in("maxsim/tokens.cu", defines, arch) <= 16
     warps, chunk, tokens = (16, 1024, 64) if wide else (32, 4096, 304)
     defines |= {"ALIGNED": 1 - wide, "WARPS": warps, "CHUNK": chunk, "TOKENS": tokens}
-    log = compiler.compile_for("maxsim/gradients.cu", defines, arch, PTXAS)[1]
-    assert spilled(log) <= 192  # 32 warps share a multiprocessor's registers
+    # 32 warps share a multiprocessor's registers
+    assert spilled_in("maxsim/gradients.cu", defines, arch) <= 192
 
 
 @needs_nvrtc
@@ -444,7 +433,7 @@ def test_maxsim_sweeps(precision: str, tile: int, winners: int, slices: int, pac
     defines = {"PRECISION": precision, "KEY_TILE": tile, "WINNERS": winners, "SLICES": slices}
     defines["PACKED"] = packed
     log = compiler.compile_for("sm90/maxsim.cu", defines, "sm_90a", PTXAS)[1]
-    assert spilled(log) <= 0
+    assert spilled(log) == 0
     assert "C75" not in log
 
 

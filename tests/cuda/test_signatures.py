@@ -27,6 +27,10 @@ class Function:
     ptr = 77
 
 
+def test_options_of_0_are_not_given() -> None:
+    assert signatures.given_options({"LIMITS": 0, "BIAS": 2, "IDS": 1}) == ("BIAS",)
+
+
 def test_every_kernel_is_found() -> None:
     text = "".join(path.read_text() for path in compiler.SOURCES.rglob("*.cu*"))
     assert len(KERNELS) == text.count('extern "C" __global__') > 30
