@@ -21,13 +21,8 @@ NAMES = ("info_nce", "nt_xent", "clip", "lit", "siglip", "gte")
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {
-        "TILE": (16, 12),
-        "TRIANGLE_SIDE": 12,
-        "GROUP_ROWS": 8,
-        "MIXED_SIDE": 6,
-        "LEAST_RUN": 4,
-    }
+    sizes: dict[str, Any] = {"TILE": (16, 12), "TRIANGLE_SIDE": 12, "GROUP_ROWS": 8}
+    sizes |= {"MIXED_SIDE": 6, "LEAST_RUN": 4}
     for name, size in sizes.items():
         monkeypatch.setattr(schedule, name, size)
 

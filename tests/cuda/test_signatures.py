@@ -9,14 +9,8 @@ import pytest
 
 pytest.importorskip("cupy")
 from infonce.kernels.gpu.device import compiler, signatures
-from infonce.kernels.gpu.device.recorder import (
-    FIRST,
-    SPACING,
-    Placeholder,
-    Pointer,
-    Recorder,
-    resolve_placeholder,
-)
+from infonce.kernels.gpu.device import recorder as recording
+from infonce.kernels.gpu.device.recorder import FIRST, SPACING, Placeholder, Pointer, Recorder
 
 pytestmark = pytest.mark.extras
 KERNELS = signatures.kernel_files()
@@ -102,4 +96,4 @@ def test_recordings_say_what_is_filled_in() -> None:
     # the first would be cuBLAS's workspace, which products in CUDA graphs have
     assert [at for at, _ in recorder.other_arguments.pointers] == [7, 10, 14]
     with pytest.raises(ValueError, match="expected an address in one of the call's arrays, got"):
-        resolve_placeholder(4096)
+        recording.resolve_placeholder(4096)

@@ -750,23 +750,19 @@ DRAWS = {
     "sentence_transformers: tokens": Draw.multi_vector,
     "pylate": Draw.pylate,
     "colpali_engine": Draw.colpali,
-    "open_clip.ClipLoss": Draw.clip,
-    "open_clip.SigLipLoss": Draw.open_clip_siglip,
-    "open_clip.CoCaLoss": Draw.coca,
-    "open_clip.DistillClipLoss": Draw.distill,
-    "lightly.NTXentLoss": Draw.lightly_nt_xent,
-    "lightly.DCLLoss, DCLWLoss": Draw.dcl,
+    "open_clip.ClipLoss": Draw.clip, "open_clip.SigLipLoss": Draw.open_clip_siglip,
+    "open_clip.CoCaLoss": Draw.coca, "open_clip.DistillClipLoss": Draw.distill,
+    "lightly.NTXentLoss": Draw.lightly_nt_xent, "lightly.DCLLoss, DCLWLoss": Draw.dcl,
     "pytorch_metric_learning.SupConLoss": Draw.metric_sup_con,
     "pytorch_metric_learning.NTXentLoss": Draw.metric_nt_xent,
     "pytorch_metric_learning.CrossBatchMemory": Draw.metric_memory,
-    "sup_contrast.SupConLoss": Draw.sup_contrast,
-    "inf_cl": Draw.inf_cl,
+    "sup_contrast.SupConLoss": Draw.sup_contrast, "inf_cl": Draw.inf_cl,
     "siglip_kernel: SigLIP": Draw.siglip_kernel,
     "siglip_kernel: several captions": Draw.siglip_plus,
     "infonce_cuda.InfoNCELoss": Draw.infonce_cuda,
     "memory_efficient_clip: CLIP, LiT": Draw.memory_efficient_pairs,
     "memory_efficient_clip: Qwen3": Draw.memory_efficient_qwen3,
-}
+}  # fmt: skip
 
 
 # --- comparison -----------------------------------------------------------------------------------
