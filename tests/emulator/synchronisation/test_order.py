@@ -15,7 +15,7 @@ pytestmark = [
 # Calls that launch kernels of every file, and both branches of `lse`. Thorough: all calls
 FEW = [
     "naive", "naive sigmoid", "fused, features in parts", "tiled limits", "tiled sigmoid",
-    "tiled, logits far apart", "sweep of all options", "one pass, rising logits", "wide parts",
+    "tiled, logits far apart", "sweep of all options", "wide parts", "one pass, rising logits",
     "kept, all logits high", "narrow triangle", "sigmoid of positive ids", "guide", "hardness",
     "gte", "offload", "classes of pairs",
 ]  # fmt: skip
