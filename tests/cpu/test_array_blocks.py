@@ -10,6 +10,7 @@ from infonce.kernels.arrays.backend import ArrayBlocks
 from infonce.kernels.cpu import backend
 from infonce.kernels.problem import Gradients, Problem
 from infonce.kernels.solve import Solution, Vectors, solve_by_passes
+from judge import peak_memory
 from reference_problems import LOSSES, one_problem
 
 import infonce
@@ -81,19 +82,13 @@ def test_logits_of_any_size(
 
 def test_memory_is_within_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Peak of NumPy's arrays beside inputs, gradients and vectors."""
-    import tracemalloc
-
     m, d, workspace = 2000, 32, 4 * 2**20
     z = np.random.default_rng(0).standard_normal((2, m, d), np.float32)
     by_blocks(monkeypatch)
     out = {name: np.empty((m, d), np.float32) for name in ("image", "text")}
     options: dict[str, Any] = {"scale": 1.0, "normalize": True, "out": out}
     infonce.clip_loss_and_grad(*z[:, :64], scale=1.0)
-    tracemalloc.start()
-    infonce.clip_loss_and_grad(
-        *z, workspace=workspace, key_bias=np.zeros(m), false_negative_margin=0.1, **options
-    )
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    options |= {"workspace": workspace, "key_bias": np.zeros(m), "false_negative_margin": 0.1}
+    peak = peak_memory(lambda: infonce.clip_loss_and_grad(*z, **options))
     assert workspace / 4 < peak < workspace + 60 * 8 * m
     assert naive.MATRICES_WITH_OPTIONS * m * m * 4 > 10 * peak

@@ -9,13 +9,7 @@ from hypothesis import strategies as st
 from infonce.kernels.cpu import schedule
 from infonce.kernels.cpu.loops import sigmoid
 from infonce.kernels.cpu.tiled_pass import TiledPass
-from infonce.kernels.grid import (
-    Grid,
-    default_positive_blocks,
-    positive_blocks,
-    slice_runs,
-    slices,
-)
+from infonce.kernels.grid import Grid, default_positive_blocks, positive_blocks, slices
 from infonce.kernels.problem import default_positives
 from reference_problems import one_problem, quick
 
@@ -27,13 +21,8 @@ NAMES = ("info_nce", "nt_xent", "clip", "lit", "siglip", "gte")
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {
-        "TILE": (16, 12),
-        "TRIANGLE_SIDE": 12,
-        "GROUP_ROWS": 8,
-        "MIXED_SIDE": 6,
-        "LEAST_RUN": 4,
-    }
+    sizes: dict[str, Any] = {"TILE": (16, 12), "TRIANGLE_SIDE": 12, "GROUP_ROWS": 8}
+    sizes |= {"MIXED_SIDE": 6, "LEAST_RUN": 4}
     for name, size in sizes.items():
         monkeypatch.setattr(schedule, name, size)
 
@@ -98,26 +87,6 @@ def test_rows_that_meet_no_key(method: str) -> None:
     np.testing.assert_allclose(got.grads.query, want.grads["query"], rtol=1e-12, atol=1e-13)
     np.testing.assert_allclose(got.grads.key, want.grads["key"], rtol=1e-12, atol=1e-13)
     assert not got.grads.query[:16].any()
-
-
-@quick
-@given(st.lists(st.integers(1, 40), max_size=12), *[st.integers(1, 20)] * 3)
-def test_slices_of_runs(runs: list[int], step: int, least_run: int, mixed: int) -> None:
-    """Slices cover all rows in order. A slice of a long run holds that run alone. Few are short."""
-    numbers = np.repeat(np.arange(len(runs)) % 3, runs)
-    row_slices = slice_runs(numbers, step, least_run, mixed)
-    assert [i for part in row_slices for i in range(len(numbers))[part]] == list(
-        range(len(numbers))
-    )
-    ends = np.cumsum(runs)
-    for run, end in zip(runs, ends, strict=True):
-        own = [part for part in row_slices if part.start < end and part.stop > end - run]
-        if run > least_run:
-            assert (own[0].start, own[-1].stop) == (end - run, end)
-            assert len(own) == -(-run // step)
-    assert all(part.stop - part.start <= max(step, mixed) for part in row_slices)
-    long = sum(run > least_run for run in runs)
-    assert len(row_slices) <= sum(runs) // min(step, mixed) + 2 * long + 1
 
 
 @quick

@@ -68,20 +68,16 @@ def test_without_the_batch_blocks_with_a_positive_are_visited(
 
 
 def test_calls_that_differ_in_own_negatives_alone() -> None:
+    """And write to given destinations."""
     query, key, own, _ = problem()
     for other in (own, -own):
-        got = infonce.info_nce_loss(query, key, own=other, scale=3.0)
-        near(got, reference.info_nce(query, key, own=other, scale=3.0).loss)
-
-
-def test_given_destinations() -> None:
-    query, key, own, _ = problem()
-    out = {"own": np.full(own.shape, np.nan), "query": np.full(query.shape, np.nan)}
-    got = infonce.info_nce_loss_and_grad(query, key, own=own, scale=3.0, out=out)
-    assert got.grads.own is out["own"]
-    want = reference.info_nce(query, key, own=own, scale=3.0)
-    near(out["own"], want.grads["own"])
-    near(out["query"], want.grads["query"])
+        out = {"own": np.full(own.shape, np.nan), "query": np.full(query.shape, np.nan)}
+        got = infonce.info_nce_loss_and_grad(query, key, own=other, scale=3.0, out=out)
+        want = reference.info_nce(query, key, own=other, scale=3.0)
+        near([got.loss, infonce.info_nce_loss(query, key, own=other, scale=3.0)], want.loss)
+        assert got.grads.own is out["own"]
+        near(out["own"], want.grads["own"])
+        near(out["query"], want.grads["query"])
 
 
 # --- own negatives in a table, and their biases

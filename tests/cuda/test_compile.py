@@ -74,9 +74,13 @@ def spilled(log: str) -> int:
     return max(int(n) for pair in spills for n in pair)
 
 
+def spilled_in(file: str, defines: dict[str, Any], arch: str) -> int:
+    return spilled(compiler.compile_for(file, defines, arch, PTXAS)[1])
+
+
 @needs_nvrtc
 @pytest.mark.parametrize(
-    ("name", "precision", "arch"), some(2, TILED, config.OPERAND_BYTES, DEVICES)
+    ("name", "precision", "arch"), some(1, TILED, config.OPERAND_BYTES, DEVICES)
 )
 def test_tiled_kernels(name: str, precision: str, arch: str) -> None:
     require_use(precision, arch)
@@ -146,11 +150,18 @@ SPILLS_MOMENTS = 64  # more: they are for few logits, or for a pass without grad
 WIDTHS = [128, 1024, 1040, *([2048] if THOROUGH else [])]
 
 
+def find_sweep(precision: str, width: int, *args: Any, **options: Any) -> config.Sweep:
+    sweep = config.sweep_for(precision, width, DEVICES["sm_90a"], *args, **options)
+    assert sweep is not None
+    return sweep
+
+
 def compile_sweep(
-    name: str, precision: str, sweep: config.Sweep, allowed: int, has: tuple[bool, bool],
-    **more: int,
+    name: str, precision: str, sweep: config.Sweep, allowed: int,
+    has: tuple[bool, bool] | None = None, **more: int,
 ) -> None:  # fmt: skip
     """`has`: gradients, sums. No product waits for another, and few bytes are spilled."""
+    has = (name != "lse", name == "lse") if has is None else has
     defines = {"PRECISION": precision.upper(), **config.defines(sweep, *has), **more}
     log = compiler.compile_for(f"sm90/sweep_{name}.cu", defines, "sm_90a", PTXAS)[1]
     assert "serialized" not in log
@@ -159,7 +170,7 @@ def compile_sweep(
 
 @needs_nvrtc
 @pytest.mark.parametrize(
-    ("name", "precision", "width"), some(2, SWEEPS, config.SWEEP_PRECISIONS, WIDTHS)
+    ("name", "precision", "width"), some(1, SWEEPS, config.SWEEP_PRECISIONS, WIDTHS)
 )
 def test_sweeps(name: str, precision: str, width: int) -> None:
     """Sweeps compile for Hopper: the first variant, and one in three of the others."""
@@ -177,8 +188,7 @@ def test_sweeps(name: str, precision: str, width: int) -> None:
     for i, (extras, variant, moments) in enumerate(variants):
         if i and (place + i) % 3 and not THOROUGH:
             continue
-        sweep = config.sweep_for(precision, width, DEVICES["sm_90a"], extras, moments)
-        assert sweep is not None
+        sweep = find_sweep(precision, width, extras, moments)
         gradient = name != "lse"
         assert sweep.stages(gradient, not gradient) >= 3
         assert sweep.shared(gradient, not gradient) <= DEVICES["sm_90a"].shared_memory
@@ -186,7 +196,7 @@ def test_sweeps(name: str, precision: str, width: int) -> None:
         more |= {option: variant} if option else {}
         more |= {"MAXIMA": int(extras)} if name == "lse" else {}
         allowed = (SPILLS_EXTRAS if extras else budget) + moments * SPILLS_MOMENTS
-        compile_sweep(name, precision, sweep, allowed, (gradient, not gradient), **more)
+        compile_sweep(name, precision, sweep, allowed, **more)
 
 
 ROWS = [("bf16", 1024), ("bf16", 2304), ("fp16x3", 512)]  # precision, bytes of a row of one part
@@ -205,30 +215,24 @@ def test_sweeps_with_limits_and_biases(
     (name, columns), (precision, width), (limits, bias) = of_pass, rows, of_pairs
     require_range(name, precision)
     options = limits + (bias > 0)
-    device, gradient = DEVICES["sm_90a"], name != "lse"
-    sweep = config.sweep_for(precision, width, device, False, False, options)
-    assert sweep is not None
+    gradient = name != "lse"
+    sweep = find_sweep(precision, width, False, False, options)
     if precision == "bf16" and options == 1:  # no stage less than without them
-        plain = config.sweep_for(precision, width, device, False)
-        assert plain is not None
+        plain = find_sweep(precision, width, False)
         assert sweep.stages(gradient, not gradient) == plain.stages(gradient, not gradient)
     more = {"COLUMNS": columns, "LIMITS": limits * (1 + columns), "BIAS": bias}
     allowed = SWEEPS[name][1] + SPILLS_OPTIONS
-    compile_sweep(
-        name, precision, sweep, allowed, (gradient, not gradient), IDS=0, FACTORS=0, **more
-    )
+    compile_sweep(name, precision, sweep, allowed, IDS=0, FACTORS=0, **more)
 
 
 @needs_nvrtc
 @pytest.mark.parametrize(
-    ("rows", "more"),
-    some(1, [("bf16", 1024), ("fp16", 1040)], [(1, False), (1, True), (2, True)]),
+    ("rows", "more"), some(1, [("bf16", 1024), ("fp16", 1040)], [(1, False), (1, True), (2, True)])
 )
 def test_sweep_of_a_guide(rows: tuple[str, int], more: tuple[int, bool]) -> None:
     """A guide's sweep has as many stages as fit shared memory, and hardly spills."""
     (precision, width), (limits, normalize) = rows, more
-    sweep = config.sweep_for(precision, width, DEVICES["sm_90a"], False, False, 1 + normalize)
-    assert sweep is not None
+    sweep = find_sweep(precision, width, False, False, 1 + normalize)
     assert sweep.stages(False, False) == (4 if sweep.wide else 6)
     options = {"NORM_FACTORS": int(normalize), "COLUMNS": limits - 1, "LIMITS": limits}
     compile_sweep("guide", precision, sweep, SPILLS, (False, False), IDS=0, **options)
@@ -244,22 +248,12 @@ def test_sweeps_with_columns_of_ids(name: str, rows: tuple[str, int]) -> None:
     """The most columns of ids leave two stages of the pipeline."""
     precision, width = rows
     require_range(name, precision)
-    device, gradient, option = DEVICES["sm_90a"], name != "lse", SWEEPS[name][0]
-    sweep = config.sweep_for(precision, width, device, True, integer_count=MOST_COLUMNS - 1)
-    assert sweep is not None
+    gradient, option = name != "lse", SWEEPS[name][0]
+    sweep = find_sweep(precision, width, True, integer_count=MOST_COLUMNS - 1)
     assert sweep.stages(gradient, not gradient) >= 2
     more = {"IDS": MOST_COLUMNS, "NORM_FACTORS": 1} | ({option: 1} if option else {})
     allowed = SPILLS_EXTRAS + SPILLS_COLUMNS
-    compile_sweep(name, precision, sweep, allowed, (gradient, not gradient), **more)
-
-
-@needs_nvrtc
-@pytest.mark.parametrize(
-    ("name", "precision"), some(1, ["lse", "gradient", "sigmoid"], ["bf16", "fp64", "fp32"])
-)
-def test_tiled_kernels_with_columns_of_ids(name: str, precision: str) -> None:
-    tile = config.tile_for(precision, 512, DEVICES["sm_80"], integer_count=MOST_COLUMNS - 1)
-    compile_within_budget(name, precision, "sm_80", tile, 1, IDS=MOST_COLUMNS)
+    compile_sweep(name, precision, sweep, allowed, **more)
 
 
 @needs_nvrtc
@@ -268,18 +262,30 @@ def test_sweep_of_a_teacher(precision: str, normalize: bool) -> None:
     sweep = config.teacher_sweep(precision, 1024, 1024, DEVICES["sm_90a"], normalize)
     assert sweep is not None
     more = {"IDS": 0, "NORM_FACTORS": int(normalize), "COLUMNS": int(precision == "bf16")}
-    compile_sweep("distill", precision, sweep, 96, (True, False), GRADIENT=1, **more)
+    compile_sweep("distill", precision, sweep, 96, GRADIENT=1, **more)
 
 
 @needs_nvrtc
 @pytest.mark.parametrize(
-    ("name", "precision", "biases"),
-    some(1, ["lse", "gradient"], ["bf16", "fp64", "fp32"], [True, False]),
-)
-def test_tiled_kernels_with_limits_and_biases(name: str, precision: str, biases: bool) -> None:
-    arch, options = ("sm_90a", {"LIMITS": 2, "BIAS": 2}) if biases else ("sm_80", {"LIMITS": 2})
-    tile = config.tile_for(precision, 64, DEVICES[arch], len(options))
-    compile_within_budget(name, precision, arch, tile, 1, extras=1, **options)
+    ("name", "precision", "arch", "extras", "options"),
+    [(*each, "sm_80", 0, {"IDS": MOST_COLUMNS})
+     for each in (("lse", "bf16"), ("gradient", "fp64"), ("sigmoid", "fp32"))]
+    + [("lse", "bf16", "sm_90a", 1, {"LIMITS": 2, "BIAS": 2}),
+       ("lse", "fp32", "sm_90a", 1, {"LIMITS": 2, "BIAS": 2}),
+       ("gradient", "fp64", "sm_80", 1, {"LIMITS": 2}),
+       ("sigmoid", "bf16", "sm_80", 0, {"POSITIVE_IDS": 1, "PAIR_WEIGHTS": 1, "GROUPS": 1}),
+       ("gradient", "bf16", "sm_80", 1, {"POSITIVE_IDS": 1, "GROUPS": 1})],
+)  # fmt: skip
+def test_tiled_kernels_with_options(
+    name: str, precision: str, arch: str, extras: int, options: dict[str, int]
+) -> None:
+    """Columns of ids, limits, biases, and positive ids with groups."""
+    if "IDS" in options:
+        tile = config.tile_for(precision, 512, DEVICES[arch], integer_count=MOST_COLUMNS - 1)
+    else:
+        pairs = len({"LIMITS", "BIAS", "PAIR_WEIGHTS"} & options.keys())
+        tile = config.tile_for(precision, 64, DEVICES[arch], pairs, 2 * ("GROUPS" in options))
+    compile_within_budget(name, precision, arch, tile, 1, extras, **options)
 
 
 @needs_nvrtc
@@ -289,14 +295,12 @@ def test_tiled_kernels_with_limits_and_biases(name: str, precision: str, biases:
 )
 def test_cached_exponentials(precision: str, columns: int, extras: bool, moments: bool) -> None:
     """The log-sum-exp sweep that stores them, and the kernel that makes a gradient of them."""
-    sweep = config.sweep_for(precision, 2304, DEVICES["sm_90a"], extras, moments)
-    assert sweep is not None
+    sweep = find_sweep(precision, 2304, extras, moments)
     more = dict(IDS=int(extras), NORM_FACTORS=int(extras), COLUMNS=columns, MAXIMA=0, CACHE=1)
     allowed = SWEEPS["lse"][1] + moments * SPILLS_MOMENTS
     compile_sweep("lse", precision, sweep, allowed, (True, True), MOMENTS=int(moments), **more)
     defines = {"PRECISION": precision.upper(), "COLUMNS": columns}
-    log = compiler.compile_for("sm90/cached_gradient.cu", defines, "sm_90a", PTXAS)[1]
-    assert spilled(log) == 0
+    assert spilled_in("sm90/cached_gradient.cu", defines, "sm_90a") == 0
 
 
 @needs_nvrtc
@@ -307,47 +311,32 @@ def test_cached_exponentials(precision: str, columns: int, extras: bool, moments
 )
 def test_sets_of_positives(precision: str, extras: bool, width: int) -> None:
     """Kernels that look for several positives a row keep to the budgets of the others."""
-    device = DEVICES["sm_90a"]
-    sweep = config.sweep_for(precision, width, device, extras)
-    assert sweep is not None
+    sweep = find_sweep(precision, width, extras)
     for name in ("lse", "gradient", *["online"] * (precision not in config.FLOAT16)):
-        gradient = name != "lse"
         more = {"IDS": int(extras), "NORM_FACTORS": int(extras), "COLUMNS": 0, "SETS": 1}
         allowed = SPILLS_EXTRAS if extras else SWEEPS[name][1]
-        compile_sweep(name, precision, sweep, allowed, (gradient, not gradient), **more)
+        compile_sweep(name, precision, sweep, allowed, **more)
     for name, element, options in some(1, ["lse", "gradient"], ["bf16", "fp64"], [2, 0]):
         more = {"LIMITS": 1, "BIAS": 1} if options else {}
         tile = config.tile_for(element, 64, DEVICES["sm_80"], len(more))
         compile_within_budget(name, element, "sm_80", tile, 0, int(extras), SETS=1, **more)
     defines = {"PRECISION": "FP32", "NORM_FACTORS": int(extras), "SETS": 1}
-    assert spilled(compiler.compile_for("finish.cu", defines, "sm_80", PTXAS)[1]) <= 64
+    assert spilled_in("finish.cu", defines, "sm_80") <= 64
 
 
 @needs_nvrtc
-def test_positives_that_groups_do_not_leave_out() -> None:
-    """A sigmoid with positive ids, their weights, and groups."""
-    options = {"POSITIVE_IDS": 1, "PAIR_WEIGHTS": 1, "GROUPS": 1}
-    sweep = config.sweep_for("bf16", 1024, DEVICES["sm_90a"], False, False, 1, 2)
-    tile = config.tile_for("bf16", 64, DEVICES["sm_80"], 1, 2)
-    assert sweep is not None
-    more = {"IDS": 0, "NORM_FACTORS": 0, "GRADIENT": 1}
-    compile_sweep("sigmoid", "bf16", sweep, SPILLS_EXTRAS, (True, False), **more, **options)
-    compile_within_budget("sigmoid", "bf16", "sm_80", tile, 1, **options)
-
-
-@needs_nvrtc
-def test_positives_that_ids_and_groups_do_not_leave_out() -> None:
-    """A softmax with positive ids, ids and groups: names of 8 bytes each, and no weights."""
-    names = {"IDS": 1, "NORM_FACTORS": 1, "POSITIVE_IDS": 1, "GROUPS": 1}
-    sweep = config.sweep_for("bf16", 1024, DEVICES["sm_90a"], True, False, 0, 2)
-    tile = config.tile_for("bf16", 64, DEVICES["sm_80"], 0, 2)
-    assert sweep is not None
-    for name, of_sweep in some(1, ["lse", "gradient"], [True, False]):
-        has = name == "gradient", name == "lse"
-        if of_sweep:
-            compile_sweep(name, "bf16", sweep, SPILLS_EXTRAS, has, COLUMNS=1, **names)
-        else:
-            compile_within_budget(name, "bf16", "sm_80", tile, 1, 1, POSITIVE_IDS=1, GROUPS=1)
+@pytest.mark.parametrize(
+    ("name", "extras", "options"),
+    [("sigmoid", 0, {"GRADIENT": 1, "PAIR_WEIGHTS": 1}), ("lse", 1, {"COLUMNS": 1})],
+)
+def test_positives_that_groups_do_not_leave_out(
+    name: str, extras: int, options: dict[str, int]
+) -> None:
+    """A sigmoid with positive ids, their weights and groups; a softmax with ids, without weights:
+    names of 8 bytes each."""
+    sweep = find_sweep("bf16", 1024, bool(extras), False, 1 - extras, integer_count=2)
+    options = options | {"IDS": extras, "NORM_FACTORS": extras, "POSITIVE_IDS": 1, "GROUPS": 1}
+    compile_sweep(name, "bf16", sweep, SPILLS_EXTRAS, **options)
 
 
 @needs_nvrtc
@@ -357,15 +346,12 @@ def test_positives_that_ids_and_groups_do_not_leave_out() -> None:
 )
 def test_sweeps_of_narrow_rows(precision: str, width: int, extras: bool, columns: int) -> None:
     """dL/dx and the gathered gradient in registers; stages hold whole tiles."""
-    device = DEVICES["sm_90a"]
-    sweep = config.choose_register_sweep(
-        config.sweep_for(precision, width, device, extras), precision, 10**5
-    )
+    sweep = config.choose_register_sweep(find_sweep(precision, width, extras), precision, 10**5)
     assert sweep is not None
     assert sweep.stages(True, False) % sweep.k_slices == 0
-    assert sweep.shared(True, False) <= device.shared_memory
+    assert sweep.shared(True, False) <= DEVICES["sm_90a"].shared_memory
     more = {"IDS": int(extras), "NORM_FACTORS": int(extras), "COLUMNS": columns}
-    compile_sweep("narrow", precision, sweep, SWEEPS["gradient"][1], (True, False), **more)
+    compile_sweep("narrow", precision, sweep, SWEEPS["gradient"][1], **more)
 
 
 OF_FINISH = [{"NORM_FACTORS": a, "LINEAR": b} for a, b in ((0, 0), (1, 1), (0, 1), (1, 0))]
@@ -377,41 +363,38 @@ OF_ONE_TYPE = "naive/naive.cu", "linear.cu", "vectors.cu", "block/guide_rows.cu"
 @pytest.mark.parametrize(
     ("file", "precision", "options", "arch"),
     some(1, ["rows.cu"], ["FP64", "FP32", "BF16X3", "FP16X3", "FP16"], [{}], DEVICES)
-    + some(2, OF_ONE_TYPE, ["FP64", "FP32"], [{}], DEVICES)
+    + some(1, OF_ONE_TYPE, ["FP64", "FP32"], [{}], DEVICES)
     + some(1, ["labels.cu", "block/positive_tiles.cu"], ["FP32"], [{}], DEVICES)
     + some(1, ["vectors.cu"], ["FP32", *THOROUGH * ["FP64"]], [{"LABEL_WEIGHTS": 1}], ["sm_90a"])
     + some(1, ["finish.cu"], ["FP32", "FP64"], OF_FINISH, DEVICES),
 )
 def test_other_kernels(file: str, precision: str, options: dict[str, int], arch: str) -> None:
     require_use(precision.lower(), arch)
-    log = compiler.compile_for(file, {"PRECISION": precision, **options}, arch, PTXAS)[1]
-    assert spilled(log) <= 32
+    assert spilled_in(file, {"PRECISION": precision, **options}, arch) <= 32
+
+
+IN_TABLE = {"OWN_INDICES": 1, "OWN_BIAS": 1}
 
 
 @needs_nvrtc
 @pytest.mark.parametrize(
-    ("precision", "words", "factors", "arch"),
-    some(1, ["FP32", "FP64"], [(0, 0), (1, 1), (1, 2), (2, 2)], [0, 1], DEVICES),
-)
-def test_own(precision: str, words: tuple[int, int], factors: int, arch: str) -> None:
+    ("precision", "words", "factors", "arch", "table"),
+    [(*each, {}) for each in some(
+        1, ["FP32", "FP64"], [(0, 0), (1, 1), (1, 2), (2, 2)], [0, 1], DEVICES)]
+    + [("FP64", (0, 0), 0, "sm_90a", IN_TABLE), ("FP32", (2, 2), 1, "sm_90a", IN_TABLE)],
+)  # fmt: skip
+def test_own(
+    precision: str, words: tuple[int, int], factors: int, arch: str, table: dict[str, int]
+) -> None:
     """Only rare rows, whose squares are out of range, call functions, and spill for them."""
-    defines = {"PRECISION": precision, "NORM_FACTORS": factors, "WORDS": words[0]}
+    defines = {"PRECISION": precision, "NORM_FACTORS": factors, "WORDS": words[0], **table}
     if words[0]:
         defines["OUT_WORDS"] = words[1]
-    log = compiler.compile_for("own.cu", defines, arch, PTXAS)[1]
-    assert spilled(log) <= (520 if factors else 130)
-
-
-@needs_nvrtc
-@pytest.mark.parametrize(
-    ("precision", "words", "factors", "arch"),
-    some(1, ["FP64", "FP32"], [0, 2, 1], [0, 1], ["sm_90a", *THOROUGH * ["sm_75", "sm_80"]]),
-)
-def test_own_table(precision: str, words: int, factors: int, arch: str) -> None:
-    defines = {"PRECISION": precision, "NORM_FACTORS": factors, "WORDS": words}
-    defines |= {"OWN_INDICES": 1, "OWN_BIAS": 1} | ({"OUT_WORDS": words} if words else {})
-    for file, most in (("own.cu", 620 if factors else 130), ("own_table.cu", 160)):
-        assert spilled(compiler.compile_for(file, defines, arch, PTXAS)[1]) <= most
+    most = {"own.cu": (620 if table else 520) if factors else 130}
+    if table:
+        most["own_table.cu"] = 160
+    for file, budget in most.items():
+        assert spilled_in(file, defines, arch) <= budget
 
 
 @needs_nvrtc
@@ -423,8 +406,7 @@ def test_fused(kind: str, precision: str, arch: str) -> None:
     kinds = {name: int(name == kind) for name in ("SYMMETRIC", "TWO_SIDED", "SIGMOID")}
     dtype = "DTYPE_FLOAT32" if precision == "FP32" else "DTYPE_FLOAT64"
     defines = {"PRECISION": precision, "DTYPE": dtype, "NORMALIZE": 1, "IDS": 1, **kinds}
-    log = compiler.compile_for("fused/fused.cu", defines, arch, PTXAS)[1]
-    assert spilled(log) <= (64 if precision == "FP32" else 512)
+    assert spilled_in("fused/fused.cu", defines, arch) <= (64 if precision == "FP32" else 512)
 
 
 @needs_nvrtc
@@ -434,25 +416,25 @@ def test_fused(kind: str, precision: str, arch: str) -> None:
 def test_maxsim(precision: str, wide: int, arch: str) -> None:
     require_use(precision.lower(), arch)
     defines = {"PRECISION": precision, "WIDE_WINNERS": wide}
-    log = compiler.compile_for("maxsim/tokens.cu", defines, arch, PTXAS)[1]
-    assert spilled(log) <= 16
-    for warps, chunk, tokens in ((16, 1024, 64), (32, 4096, 304)):
-        defines |= {"ALIGNED": 1 - wide, "WARPS": warps, "CHUNK": chunk, "TOKENS": tokens}
-        log = compiler.compile_for("maxsim/gradients.cu", defines, arch, PTXAS)[1]
-        assert spilled(log) <= 192  # 32 warps share a multiprocessor's registers
+    assert spilled_in("maxsim/tokens.cu", defines, arch) <= 16
+    warps, chunk, tokens = (16, 1024, 64) if wide else (32, 4096, 304)
+    defines |= {"ALIGNED": 1 - wide, "WARPS": warps, "CHUNK": chunk, "TOKENS": tokens}
+    # 32 warps share a multiprocessor's registers
+    assert spilled_in("maxsim/gradients.cu", defines, arch) <= 192
 
 
 @needs_nvrtc
 @pytest.mark.parametrize(
-    ("precision", "tile", "winners"), some(1, ["BF16", "FP16"], [176, 152, 128, 104, 64], [0, 1])
+    ("precision", "tile", "winners", "slices", "packed"),
+    some(1, ["BF16", "FP16"], [176, 152, 128, 104, 64], [0, 1], [2, 2, 1, 1], [0, 1]),
 )
-def test_maxsim_sweeps(precision: str, tile: int, winners: int) -> None:
+def test_maxsim_sweeps(precision: str, tile: int, winners: int, slices: int, packed: int) -> None:
     """No registers are spilled, and no product waits for another (C7511)."""
-    defines = {"PRECISION": precision, "KEY_TILE": tile, "WINNERS": winners, "SLICES": 2}
-    for options in ({}, {"PACKED": 1}, {"SLICES": 1, "PACKED": tile // 8 % 2}):
-        log = compiler.compile_for("sm90/maxsim.cu", defines | options, "sm_90a", PTXAS)[1]
-        assert spilled(log) <= 0
-        assert "C75" not in log
+    defines = {"PRECISION": precision, "KEY_TILE": tile, "WINNERS": winners, "SLICES": slices}
+    defines["PACKED"] = packed
+    log = compiler.compile_for("sm90/maxsim.cu", defines, "sm_90a", PTXAS)[1]
+    assert spilled(log) == 0
+    assert "C75" not in log
 
 
 # options that have no default
@@ -466,7 +448,7 @@ OPTIONS = {
 @needs_nvrtc
 @pytest.mark.parametrize(
     "names",
-    [(), ("LIMITS",), ("BIAS",), ("POSITIVE_IDS", "PAIR_WEIGHTS"), ("LABEL_WEIGHTS",)],
+    [(), ("LIMITS", "BIAS"), ("POSITIVE_IDS", "PAIR_WEIGHTS"), ("LABEL_WEIGHTS",)],
     ids="-".join,
 )
 @pytest.mark.parametrize("file", sorted(set(signatures.kernel_files().values())))

@@ -352,21 +352,6 @@ def test_parameters_of_a_lone_launch_are_kept(monkeypatch: pytest.MonkeyPatch) -
         assert words[0] == buffer.data.ptr
 
 
-def test_calls_without_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that is too long for a recording is launched step by step each time."""
-
-    def build(queue: Any) -> dict[str, Any]:
-        if isinstance(queue, recorder.Recorder):
-            raise recorder.TooLong
-        return {"asked": 1, "not made": None}
-
-    monkeypatch.setattr(plan, "_plans", {})
-    monkeypatch.setattr(plan, "device_properties", lambda _: None)
-    monkeypatch.setattr(runtime, "getDevice", lambda: 0)
-    for _ in range(2):
-        assert plan.run_by_plan(build) == {"asked": 1}
-
-
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("batch", [(), (7, 8, 9, 3)])
 def test_arguments_of_cublas(

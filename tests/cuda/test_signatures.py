@@ -2,7 +2,6 @@
 filled in later. No GPU is needed."""
 
 import re
-import struct
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +9,8 @@ import pytest
 
 pytest.importorskip("cupy")
 from infonce.kernels.gpu.device import compiler, signatures
-from infonce.kernels.gpu.device.recorder import (
-    FIRST,
-    SPACING,
-    Placeholder,
-    Pointer,
-    Recorder,
-    resolve_placeholder,
-)
+from infonce.kernels.gpu.device import recorder as recording
+from infonce.kernels.gpu.device.recorder import FIRST, SPACING, Placeholder, Pointer, Recorder
 
 pytestmark = pytest.mark.extras
 KERNELS = signatures.kernel_files()
@@ -26,6 +19,10 @@ HOST = Path(compiler.__file__).parents[1]
 
 class Function:
     ptr = 77
+
+
+def test_options_of_0_are_not_given() -> None:
+    assert signatures.given_options({"LIMITS": 0, "BIAS": 2, "IDS": 1}) == ("BIAS",)
 
 
 def test_every_kernel_is_found() -> None:
@@ -52,62 +49,18 @@ def test_every_kernel_is_launched_from_one_file() -> None:
     assert {kernel for kernel, files in launched.items() if len(files) > 1} == {"row_norms"}
 
 
-def test_fields_of_structures_and_of_their_bases() -> None:
-    scale = signatures.structure("vectors.cu", "Scale")
-    assert scale.fields == signatures.structure("vectors.cu", "Scalar").fields
-    assert scale.letters == "dQdQ"
-    block = signatures.structure("tiled/lse.cu", "Block")
-    assert [name for name, _ in block.fields][:3] == ["q", "k", "width"]
-    assert block.size == 8 * len(block.letters)
-    assert block.offset("width") == 2 * signatures.structure("tiled/lse.cu", "Operand").size
-
-
-def test_fields_of_options() -> None:
-    """A structure has them where a kernel is compiled with the option, and nowhere else."""
-
-    def names(*options: str) -> list[str]:
-        block = dict(signatures.signature("tiled/lse.cu", "lse", options).fields)["block"]
-        return [name for name, _ in block.fields]
-
-    plain = names()
-    assert plain[-1] == "scale"
-    assert names("LIMITS") == [*plain, "row_limits", "column_limits"]
-    assert names("BIAS") == [*plain, "row_bias", "column_bias"]
-    assert names("LIMITS", "BIAS") == [*names("LIMITS"), "row_bias", "column_bias"]
-    assert signatures.given_options({"LIMITS": 0, "BIAS": 2, "IDS": 1}) == ("BIAS",)
-
-
-def test_numbers_and_addresses_in_their_places() -> None:
-    ranges = signatures.structure("vectors.cu", "Ranges")
-    assert ranges.leaves({"one_exponential": True, "middle": 2, "gradient_divisor": 0.5}) == [
-        0.5,
-        2.0,
-        1,
-    ]
-    signature = signatures.signature("vectors.cu", "divide_factors")
-    arguments = {"n": np.int64(5), "x": None, "ranges": 4096, "out": 8192}
-    assert signature.arguments(arguments) == [0, 5, 4096, 8192]
-    signature = signatures.signature("vectors.cu", "raise_scale")
-    scale = {"factor": 2, "feature_divisors": None, "pointer": 7, "value": 0.5}
-    packed, by, out = signature.arguments({"by": 3, "out": 9, "scale": scale})
-    assert (by, out) == (3.0, 9)
-    assert packed.tobytes() == struct.pack("=dQdQ", 0.5, 7, 2.0, 0)
-
-
 @pytest.mark.parametrize(
     "arguments", [{"x": 0, "n": 1, "ranges": 0}, {"x": 0, "n": 1, "ranges": 0, "to": 0},
               {"x": 0, "n": 1, "ranges": 0, "out": 0, "to": 0}],
 )  # fmt: skip
 def test_names_that_are_missing_or_unknown(arguments: dict[str, int]) -> None:
     signature = signatures.signature("vectors.cu", "divide_factors")
-    with pytest.raises(
-        TypeError, match=r"^divide_factors: expected x, n, ranges, out; got x, n, ranges"
-    ):
+    message = r"^divide_factors: expected x, n, ranges, out; got x, n, ranges"
+    with pytest.raises(TypeError, match=message):
         signature.arguments(arguments)
     raise_scale = signatures.signature("vectors.cu", "raise_scale")
-    with pytest.raises(
-        TypeError, match=r"^Scale: expected value, pointer, factor, feature_divisors; got"
-    ):
+    message = r"^Scale: expected value, pointer, factor, feature_divisors; got"
+    with pytest.raises(TypeError, match=message):
         raise_scale.arguments({"by": 3, "out": 9, "scale": arguments})
     with pytest.raises(TypeError, match=r"^divide_factors: expected"):
         Recorder().launch(Function(), signature, 1, 128, 0, arguments)
@@ -143,4 +96,4 @@ def test_recordings_say_what_is_filled_in() -> None:
     # the first would be cuBLAS's workspace, which products in CUDA graphs have
     assert [at for at, _ in recorder.other_arguments.pointers] == [7, 10, 14]
     with pytest.raises(ValueError, match="expected an address in one of the call's arrays, got"):
-        resolve_placeholder(4096)
+        recording.resolve_placeholder(4096)

@@ -16,8 +16,8 @@ the thread and the line. With `WATCHES_ORDER`, a launch also ends if two lanes o
 same bytes, one of them to write, without a synchronisation in between. Such launches take about
 three times as long.
 
-`compile_source` and `Kernel` are the two steps of `kernel`. `missing()` says why there is no
-emulator on this machine. The environment's CXX is the compiler, or g++.
+`compile_source` and `Kernel` are the two steps of `kernel`. The environment's CXX is the compiler,
+or g++.
 """
 
 from __future__ import annotations
@@ -45,14 +45,8 @@ HERE = Path(__file__).parent
 CXX = os.environ.get("CXX", "g++")
 SEED = 0  # of launches without `seed`
 WATCHES_ORDER = False  # whether kernels that are compiled from now on check the order of accesses
-OPTIONS = (
-    "-std=c++17",
-    "-fPIC",
-    "-fno-strict-aliasing",
-    "-ffp-contract=off",
-    "-fno-gnu-unique",
-    "-w",
-)
+OPTIONS = ("-std=c++17", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "-fno-gnu-unique",
+           "-w")  # fmt: skip
 # The functions that the compiler's checks of bounds and alignment call are in runtime/, so the
 # libraries of the compiler are left out
 KERNEL_OPTIONS = (
@@ -133,24 +127,11 @@ def _build(
         fcntl.flock(lock, fcntl.LOCK_EX)  # other processes wait for the one that compiles it
         if not path.exists():
             part = path.with_suffix(f".{os.getpid()}")
-            command = [
-                CXX,
-                *OPTIONS,
-                *_machine_options(),
-                *options,
-                "-shared",
-                "-o",
-                str(part),
-                *files,
-            ]
+            command = [CXX, *OPTIONS, *_machine_options(), *options, "-shared", "-o", str(part)]
             done = subprocess.run(
-                command,
-                input=text,
-                text=True,
-                capture_output=True,
+                [*command, *files], input=text, text=True, capture_output=True, cwd=directory,
                 timeout=TIME_LIMIT,
-                cwd=directory,
-            )
+            )  # fmt: skip
             if done.returncode:
                 # "file:line:column: " becomes "file(line): ", as NVRTC writes it
                 raise CompileError(

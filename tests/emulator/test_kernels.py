@@ -19,7 +19,7 @@ pytestmark = [
 SCHEDULES = 20
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_two_ranks_swap_arrays(seed: int) -> None:
     """swap.cu between two processes."""
     steps = range(2 * len(two_ranks.SIZES))
@@ -56,26 +56,9 @@ FAULTS = {
         "rows", "barrier_expect(full, STAGE_BYTES);", "",
         r"^sweep_lse: threads wait for ever\n(.*\n)*.*an mbarrier at sm90/sweep/sweep.cuh.* 0 of 1",
     ),
-    "too few bytes expected": (
-        "wide", "barrier_expect(full, STAGE_BYTES);", "barrier_expect(full, STAGE_BYTES / 2);",
-        r"^sweep_lse: ",
-    ),
-    "a swapped parity of full stages": (
-        "rows", "barrier_wait(s.full[pipe.stage], pipe.phase);",
-        "barrier_wait(s.full[pipe.stage], pipe.phase ^ 1);", "^sweep_lse: ",
-    ),
-    "a swapped parity of empty stages": (
-        "rows", "barrier_wait(s.empty[pipe.stage], pipe.phase ^ 1);",
-        "barrier_wait(s.empty[pipe.stage], pipe.phase);",
-        r"^sweep_lse: threads wait for ever\n(.*\n)*.*an mbarrier at sm90/sweep/sweep.cuh:\d+",
-    ),
     "a wrong swizzle of tiles": (
         "tiles", "to += find_chunk(threadIdx.x / 8, threadIdx.x % 8);",
         "to += threadIdx.x / 8 * K_SLICE + threadIdx.x % 8 * 16;", "^results differ",
-    ),
-    "a wrong swizzle of gradient blocks": (
-        "gradient", "own_offset = row * PIECE + (lane.lane / 16 ^ row % 8) * 8;",
-        "own_offset = row * PIECE + lane.lane / 16 * 8;", "^results differ",
     ),
     "a missing fence before a TMA store": (
         "gradient", "    fence_before_tma_store();\n", "",

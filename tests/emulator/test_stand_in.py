@@ -3,7 +3,6 @@ those of CuPy."""
 
 import gc
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import emulation
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 from gpu_problems import find_dtype
 from infonce.kernels.gpu import config
-from judge import assert_loss, judged, pairs
+from judge import pairs
 
 import infonce
 
@@ -20,7 +19,6 @@ pytestmark = [
     pytest.mark.emulated,
     pytest.mark.skipif(bool(engine.missing()), reason=engine.missing()),
 ]
-HOPPER, PORTABLE = 0, 2  # numbers of devices: with Hopper's kernels, with the portable kernels
 
 
 @pytest.fixture
@@ -29,15 +27,6 @@ def cupy() -> Any:
 
     assert "emulated" in cupy.__version__
     return cupy
-
-
-@pytest.fixture
-def device(cupy: Any, request: pytest.FixtureRequest) -> Iterator[None]:
-    with cupy.cuda.Device(request.param):
-        yield
-
-
-# --- public calls ---------------------------------------------------------------------------------
 
 
 def test_devices_and_portable_kernels(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,33 +38,13 @@ def test_devices_and_portable_kernels(cupy: Any, monkeypatch: pytest.MonkeyPatch
         launch(self, *args, **options)
 
     monkeypatch.setattr(engine.Kernel, "launch", begin_recorded)
-    for device, portable, kernel in (
-        (HOPPER, False, "sweep_lse"), (HOPPER, True, "lse"), (PORTABLE, False, "lse"),
-    ):  # fmt: skip
+    for device, portable, kernel in ((0, False, "sweep_lse"), (0, True, "lse"), (2, False, "lse")):
         monkeypatch.setattr(config.precision, "PORTABLE", portable)
         launched.clear()
         with cupy.cuda.Device(device):
             z = [cupy.asarray(z) for z in pairs("random", 140, 140, 72, find_dtype("bfloat16"), 0)]
             infonce.clip_loss(*z, scale=9.0, method="tiled")
         assert kernel in launched
-
-
-@pytest.mark.parametrize("seed", range(1, 9))
-def test_teams_of_two_sizes(cupy: Any, seed: int) -> None:
-    """`fused` with more queries than thread blocks, and fewer keys: a team of threads without a
-    query goes on to the keys, in a team of another size, while the other team of its block still
-    has a query."""
-    query, key = pairs("random", 5, 3, 24, np.float32, 1)
-    labels = np.arange(5) % 3
-    want = judged("info_nce", (query, key), scale=9.0, labels=labels)
-    with engine.schedule(seed):
-        got = infonce.info_nce_loss(
-            *map(cupy.asarray, (query, key, labels)), scale=9.0, method="fused"
-        )
-    assert_loss(got, want.loss, "float32", 9.0)
-
-
-# --- memory ---------------------------------------------------------------------------------------
 
 
 def test_memory_is_nan_before_and_after(cupy: Any) -> None:
@@ -126,9 +95,6 @@ def test_pools(cupy: Any) -> None:
             cupy.empty(1025, np.uint8)
 
 
-# --- as CuPy --------------------------------------------------------------------------------------
-
-
 def test_arrays_of_the_host_are_no_operands(cupy: Any) -> None:
     array, host = cupy.ones(3), np.ones(3)
     for refused in (lambda: array + host, lambda: host + array, lambda: np.asarray(array),
@@ -150,13 +116,8 @@ def test_views_share_memory_and_results_do_not(cupy: Any) -> None:
         assert view.data.ptr == array.data.ptr + (view.data.ptr - array.data.ptr)
         assert cupy.may_share_memory(view, array)
     array[...] = 0
-    for copy in (
-        array + 0,
-        array.copy(),
-        array[[1, 2]],
-        array[array == 0],
-        cupy.where(array, 1, 2),
-    ):
+    copies = array + 0, array.copy(), array[[1, 2]], array[array == 0], cupy.where(array, 1, 2)
+    for copy in copies:
         copy[...] = 7.0
         assert (array.get() == 0).all()
     array += 1

@@ -23,16 +23,7 @@ BLOCKS = 4  # of a launch of swap.cu
 ROOM, LINE = 2**14, 256  # bytes of a buffer, and of counters
 MAILBOX = 2 * ROOM + 2 * LINE  # two buffers, numbers of the other rank's pieces, own counters
 # Bytes of the arrays (up to four) that rank 0 sends in a step. Rank 1 sends those of the next step.
-SIZES = [
-    (4096, 80),
-    (7,),
-    (16, 3, 24, 1000),
-    (12000,),
-    (8,),
-    (48, 48),
-    (1, 1, 1, 1),
-    (9000, 16),
-]
+SIZES = [(4096, 80), (7,), (16, 3, 24, 1000), (12000,), (8,), (48, 48), (1, 1, 1, 1), (9000, 16)]
 SECONDS = 300
 
 

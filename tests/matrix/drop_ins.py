@@ -31,6 +31,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from infonce.torch import (
+    colpali_engine,
+    inf_cl,
+    infonce_cuda,
+    lightly,
+    memory_efficient_clip,
+    open_clip,
+    siglip_kernel,
+    sup_contrast,
+)
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))  # peers
 SIXTEEN = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float64, torch.float32, *SIXTEEN)
@@ -201,10 +212,8 @@ class Draw(random.Random):
     # open_clip ------------------------------------------------------------------------------------
 
     def clip(self) -> Case:
-        from infonce.torch.open_clip import ClipLoss
-
         softmax, reducing, plain = self.softmax(), self.reducing(self.rows), self.plain()
-        loss = ClipLoss(**softmax, **reducing, **plain)
+        loss = open_clip.ClipLoss(**softmax, **reducing, **plain)
         # a bias that all logits share changes nothing; it is an input, whose gradient is 0
         inputs = [self.features(normed=True), self.features(normed=True), self.number(10.0)]
         inputs += [self.number(-3.0)] if self.random() < 0.5 else []
@@ -221,8 +230,6 @@ class Draw(random.Random):
         return Case(loss, references, inputs, 10.0, settings={**softmax, **reducing, **plain})
 
     def open_clip_siglip(self) -> Case:
-        from infonce.torch.open_clip import SigLipLoss
-
         reducing, plain = self.reducing(self.rows), self.plain()
         inputs = [self.features(normed=True), self.features(normed=True), self.number(10.0)]
         inputs += [self.number(-5.0)] if self.random() < 0.7 else []
@@ -234,20 +241,19 @@ class Draw(random.Random):
         if len(inputs) > 3 and not reducing and (theirs := peer("open_clip.loss", "SigLipLoss")):
             references.append(lambda *inputs: theirs()(*inputs))
         settings = {**reducing, **plain}
-        return Case(SigLipLoss(**settings), references, inputs, 10.0, self.rows, settings=settings)
+        loss = open_clip.SigLipLoss(**settings)
+        return Case(loss, references, inputs, 10.0, self.rows, settings=settings)
 
     def coca(self) -> Case:
-        from infonce.torch.open_clip import CoCaLoss
-
         softmax = self.softmax()
         logits = torch.randn(self.rows, 3, 7, generator=self.generator, dtype=torch.float64)
         labels = torch.randint(7, (self.rows, 3), generator=self.generator)
         labels[0, 0] = 1
-        loss = CoCaLoss(2.0, 0.5, **softmax)
+        loss = open_clip.CoCaLoss(2.0, 0.5, **softmax)
         inputs = [self.features(normed=True), self.features(normed=True), self.number(10.0)]
 
-        def ours(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
-            return sum(loss(image, text, logits, labels, scale))  # type: ignore[no-any-return]
+        def ours(image: Tensor, text: Tensor, scale: Tensor) -> Any:
+            return sum(loss(image, text, logits, labels, scale))
 
         def equation(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
             caption = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=0)
@@ -256,16 +262,11 @@ class Draw(random.Random):
         return Case(ours, [equation], inputs, 10.0, settings=softmax)
 
     def distill(self) -> Case:
-        from infonce.torch.open_clip import DistillClipLoss
-
         settings = {**self.reducing(self.rows), **self.some(normalize=True)}
         normalize = bool(settings.get("normalize"))
         reducing = {n: value for n, value in settings.items() if n != "normalize"}
         teacher = [self.features(normed=True, width=4) for _ in range(2)]
         inputs = [self.features(normed=not normalize) for _ in range(2)] + [self.number(10.0)]
-
-        def ours(*inputs: Tensor) -> Tensor:
-            return sum(DistillClipLoss(**settings)(*inputs, *teacher, 5.0))  # type: ignore[no-any-return]
 
         def equation(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
             wide = [z.double() for z in teacher]
@@ -277,20 +278,21 @@ class Draw(random.Random):
             ]
             return reduced(both_ways(x, scale), **reducing) + reduced(sum(ways) / 2, **reducing)
 
+        def ours(*inputs: Tensor) -> Any:
+            return sum(open_clip.DistillClipLoss(**settings)(*inputs, *teacher, 5.0))
+
         return Case(ours, [equation], inputs, 10.0, 2, settings=settings)
 
     # lightly --------------------------------------------------------------------------------------
 
     def lightly_nt_xent(self) -> Case:
-        from infonce.torch.lightly import NTXentLoss
-
         softmax, reducing = self.softmax(), self.reducing(2 * self.rows)
         bank = self.choice((0, 0, (9, self.width)))
         if bank and "weights" in reducing:
             reducing["weights"] = reducing["weights"][: self.rows]
         settings = {**softmax, **reducing, **self.plain()}
         torch.manual_seed(0)
-        loss = NTXentLoss(self.temperature, bank, **settings)
+        loss = lightly.NTXentLoss(self.temperature, bank, **settings)
         scale = 1 / self.temperature
         keys = loss.memory_bank.bank.clone().to(self.dtype) if bank else None
 
@@ -315,8 +317,6 @@ class Draw(random.Random):
         return Case(ours, references, inputs, scale, settings={"bank": bank, **settings})
 
     def dcl(self) -> Case:
-        from infonce.torch import lightly
-
         weighted = self.choice(("", "function", "DCLW"))
         hard = self.some(hardness=1.0)
         reducing = {} if weighted else self.reducing(2 * self.rows)
@@ -362,9 +362,7 @@ class Draw(random.Random):
             inputs.append(self.features(rows))
             other = self.integers(rows, -1, 4)
             arguments["ref_labels"] = {"same": labels, "equal": labels.clone()}.get(kind, other)
-            if (
-                kind == "labels"
-            ):  # the embeddings themselves as references, with labels of their own
+            if kind == "labels":  # the embeddings themselves, with labels of their own
                 inputs.pop()
         cosine = self.random() < 0.7
         settings: dict[str, Any] = {} if cosine else {
@@ -420,8 +418,6 @@ class Draw(random.Random):
     # SupContrast, Inf-CL, siglip-kernel, the CUDA report ------------------------------------------
 
     def sup_contrast(self) -> Case:
-        from infonce.torch.sup_contrast import SupConLoss
-
         views, samples = self.randint(1, 3), self.rows
         labels = self.choice((None, self.integers(samples, -1, 4))) if views > 1 else (
             self.integers(samples, -1, 4))  # fmt: skip
@@ -429,11 +425,8 @@ class Draw(random.Random):
             labels[0] = 9  # two classes at least: a decoupled loss without a negative is -inf
         settings = {"contrast_mode": self.choice(("all", "one")), **self.some(decoupled=True)}
         settings |= self.plain()
-        loss, scale = SupConLoss(self.temperature, **settings), 1 / self.temperature
-        inputs = [self.features(samples * views, normed=True)]
-
-        def ours(z: Tensor) -> Tensor:
-            return loss(z.unflatten(0, (samples, views)), labels)  # type: ignore[no-any-return]
+        loss = sup_contrast.SupConLoss(self.temperature, **settings)
+        inputs, scale = [self.features(samples * views, normed=True)], 1 / self.temperature
 
         def equation(z: Tensor) -> Tensor:
             rows = torch.cat(list(z.unflatten(0, (samples, views)).unbind(1)))
@@ -445,12 +438,12 @@ class Draw(random.Random):
             anchors = samples * (views if settings["contrast_mode"] == "all" else 1)
             return self.temperature / 0.07 * losses[:anchors].mean()
 
-        settings = {"labels": labels, **settings}
-        return Case(ours, [equation], inputs, scale, settings=settings)
+        return Case(
+            lambda z: loss(z.unflatten(0, (samples, views)), labels), [equation], inputs, scale,
+            settings={"labels": labels, **settings},
+        )  # fmt: skip
 
     def inf_cl(self) -> Case:
-        from infonce.torch import inf_cl
-
         name = self.choice(("cal_flash_loss", "cal_ring_loss", "cal_inf_loss"))
         softmax, reducing = self.softmax(), self.reducing(self.rows)
         keys = self.randint(self.rows, 30)
@@ -459,9 +452,6 @@ class Draw(random.Random):
             labels[0] = 0  # a row with a positive
         arguments = {"labels": labels, **softmax, **reducing, **self.plain()}
         inputs = [self.features(normed=True), self.features(keys, normed=True), self.number(10.0)]
-
-        def ours(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-            return getattr(inf_cl, name)(q, k, scale=scale, **arguments)  # type: ignore[no-any-return]
 
         def equation(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
             of = torch.arange(len(q)) if labels is None else labels
@@ -473,21 +463,22 @@ class Draw(random.Random):
                 options["weights"] = options.get("weights", torch.ones(len(q))) * has
             return reduced(losses, **options)
 
-        return Case(ours, [equation], inputs, 10.0, settings={"name": name, **arguments})
+        return Case(
+            lambda q, k, scale: getattr(inf_cl, name)(q, k, scale=scale, **arguments), [equation],
+            inputs, 10.0, settings={"name": name, **arguments},
+        )  # fmt: skip
 
     def siglip_kernel(self) -> Case:
-        from infonce.torch import siglip_kernel
-
-        inputs = [self.features(normed=True), self.features(normed=True), self.number(2.0)]
-        inputs += [self.number(-4.0)]
+        inputs = [self.features(normed=True) for _ in range(2)]
+        inputs += [self.number(2.0), self.number(-4.0)]
         reducing, name = self.reducing(self.rows), self.choice(("fused", "Distributed"))
         settings = {**reducing, **self.plain()}
 
-        def ours(image: Tensor, text: Tensor, log_scale: Tensor, bias: Tensor) -> Tensor:
+        def ours(image: Tensor, text: Tensor, log_scale: Tensor, bias: Tensor) -> Any:
             if name == "fused":
-                return siglip_kernel.fused_siglip_loss(image, text, log_scale, bias, **settings)  # type: ignore[no-any-return]
+                return siglip_kernel.fused_siglip_loss(image, text, log_scale, bias, **settings)
             loss = siglip_kernel.DistributedSigLIPLoss(strategy="local", **settings)
-            return loss(image, text, log_scale.exp(), bias)  # type: ignore[no-any-return]
+            return loss(image, text, log_scale.exp(), bias)
 
         def equation(image: Tensor, text: Tensor, log_scale: Tensor, bias: Tensor) -> Tensor:
             return reduced(siglip(image @ text.T, log_scale.exp(), bias), **reducing)
@@ -495,15 +486,10 @@ class Draw(random.Random):
         return Case(ours, [equation], inputs, 8.0, self.rows, settings={"name": name, **settings})
 
     def siglip_plus(self) -> Case:
-        from infonce.torch import siglip_kernel
-
         captions, settings = self.randint(1, 30), self.some(reduction="sum")
         groups = [self.integers(n, 0, 5) for n in (self.rows, captions)]
         inputs = [self.features(normed=True), self.features(captions, normed=True)]
         inputs += [self.number(2.0), self.number(-4.0)]
-
-        def ours(*inputs: Tensor) -> Tensor:
-            return siglip_kernel.fused_siglip_plus_loss(*inputs, *groups, **settings)  # type: ignore[no-any-return]
 
         def equation(image: Tensor, text: Tensor, log_scale: Tensor, bias: Tensor) -> Tensor:
             t = (groups[0][:, None] == groups[1]).double()
@@ -512,20 +498,19 @@ class Draw(random.Random):
             terms = -F.logsigmoid((2 * t - 1) * x) * torch.where(t > 0, weights, 1.0)
             return terms.sum() if settings else terms.mean()
 
-        return Case(ours, [equation], inputs, 8.0, captions, settings=settings)
+        return Case(
+            lambda *inputs: siglip_kernel.fused_siglip_plus_loss(*inputs, *groups, **settings),
+            [equation], inputs, 8.0, captions, settings=settings,
+        )  # fmt: skip
 
     def infonce_cuda(self) -> Case:
-        from infonce.torch.infonce_cuda import InfoNCELoss
-
         softmax, reducing = self.softmax(), self.reducing(2 * self.rows)
-        loss = InfoNCELoss(self.temperature, **softmax, **reducing)
-        scale = 1 / self.temperature
-
-        def equation(z: Tensor) -> Tensor:
-            return reduced(two_views(z, scale, **softmax), **reducing)
-
-        inputs = [self.features(2 * self.rows, normed=True)]
-        return Case(loss, [equation], inputs, scale, settings={**softmax, **reducing})
+        settings, scale = {**softmax, **reducing}, 1 / self.temperature
+        loss = infonce_cuda.InfoNCELoss(self.temperature, **settings)
+        return Case(
+            loss, [lambda z: reduced(two_views(z, scale, **softmax), **reducing)],
+            [self.features(2 * self.rows, normed=True)], scale, settings=settings,
+        )  # fmt: skip
 
     # MemoryEfficientCLIP --------------------------------------------------------------------------
 
@@ -534,20 +519,16 @@ class Draw(random.Random):
         settings: dict[str, Any], prefixes: bool, **more: Any,
     ) -> Case:  # fmt: skip
         """A loss of MemoryEfficientCLIP, or of prefixes. `run(inputs)`: each row's loss."""
-        from infonce.torch import memory_efficient_clip as theirs
-
         reducing = self.reducing(self.rows, *(["weights"] if prefixes else []))
         stable = self.random() < 0.5
         factor = (self.rows * self.temperature) ** 0.5 if stable else 1.0
         widths: tuple[int, ...] = (self.width,)
-        if prefixes:
-            widths = tuple(sorted({self.randint(1, self.width), self.width}))
         settings = {"temperature": self.temperature, "stable": stable, **settings, **reducing}
         if prefixes:
-            settings["dims"] = widths
+            settings["dims"] = widths = tuple(sorted({self.randint(1, self.width), self.width}))
         settings |= self.plain()
         kind = f"MemoryEfficient{'Matryoshka' if prefixes else ''}{name}Loss"
-        loss = getattr(theirs, kind)(**settings)
+        loss = getattr(memory_efficient_clip, kind)(**settings)
 
         def equation(*inputs: Tensor) -> Tensor:
             total: Any = 0.0
@@ -555,11 +536,9 @@ class Draw(random.Random):
                 total = total + reduced(run(*(unit(z[..., :width]) for z in inputs)), **reducing)
             return total.detach() + factor * (total - total.detach())  # type: ignore[no-any-return]
 
-        settings = {"kind": kind, **settings}
         terms = max(1, round(len(widths) * factor + 0.5))
-        return Case(
-            loss, [equation], inputs, 1 / self.temperature, terms, settings=settings, **more
-        )
+        return Case(loss, [equation], inputs, 1 / self.temperature, terms,
+                    settings={"kind": kind, **settings}, **more)  # fmt: skip
 
     def memory_efficient_pairs(self) -> Case:
         lit, smooth = self.random() < 0.5, self.choice((0.0, 0.0, 0.1))
@@ -686,15 +665,14 @@ class Draw(random.Random):
             similarity_fct=scoring.mean_colbert_scores if mean else scoring.colbert_scores,
         )  # fmt: skip
 
-        def ours(query: Tensor, *columns: Tensor) -> Tensor:
-            unit_columns = [unit(z) for z in columns]
-            return multi_vector.late_ranking_loss(  # type: ignore[no-any-return]
-                loss, unit(query), query_mask, unit_columns, masks
-            )
+        def ours(query: Tensor, *columns: Tensor) -> Any:
+            units = [unit(z) for z in columns]
+            return multi_vector.late_ranking_loss(loss, unit(query), query_mask, units, masks)
 
         settings = {"scale": scale, "mean": mean}
-        inputs = [query, *columns]
-        return self.late_interaction(ours, query_mask, masks, mean, False, settings, inputs)
+        return self.late_interaction(
+            ours, query_mask, masks, mean, False, settings, [query, *columns]
+        )
 
     def pylate(self) -> Case:
         from infonce.torch import pylate
@@ -707,17 +685,16 @@ class Draw(random.Random):
             encoder, temperature=self.temperature, size_average=reduction == "mean"
         )
 
-        def ours(*tokens: Tensor) -> Tensor:
-            return pylate.contrastive_loss(loss, [unit(z) for z in tokens], masks)  # type: ignore[no-any-return]
+        def ours(*tokens: Tensor) -> Any:
+            return pylate.contrastive_loss(loss, [unit(z) for z in tokens], masks)
 
         query_mask = torch.ones_like(masks[0]) if expanded else masks[0]
         settings = {"scale": 1 / self.temperature, "reduction": reduction}
-        inputs = [query, *columns]
-        return self.late_interaction(ours, query_mask, masks[1:], False, True, settings, inputs)
+        return self.late_interaction(
+            ours, query_mask, masks[1:], False, True, settings, [query, *columns]
+        )
 
     def colpali(self) -> Case:
-        from infonce.torch import colpali_engine
-
         self.width = max(self.width, 5)
         late = self.random() < 0.6
         name = self.choice(("SigmoidLoss", "NegativeCELoss", "Loss" if late else "EncoderLoss"))
@@ -740,13 +717,16 @@ class Draw(random.Random):
             settings["in_batch_term_weight"] = weight
         loss = getattr(colpali_engine, ("Colbert" if late else "Bi") + name)(**settings)
 
-        def ours(*features: Tensor) -> Tensor:
-            padded = [z * mask[..., None] for z, mask in zip(features, masks, strict=True)]
-            return loss(*padded, offset=offset)  # type: ignore[no-any-return]
+        def padded(features: Sequence[Tensor]) -> list[Tensor]:
+            return [z * mask[..., None] for z, mask in zip(features, masks, strict=True)]
+
+        def ours(*features: Tensor) -> Any:
+            return loss(*padded(features), offset=offset)
 
         def equation(*features: Tensor) -> Tensor:
-            padded = [z * mask[..., None] for z, mask in zip(features, masks, strict=True)]
-            query, documents, *negatives = [z if late else z.unsqueeze(-2) for z in padded]
+            query, documents, *negatives = [
+                z if late else z[..., None, :] for z in padded(features)
+            ]
             size = masks[0].sum(1, keepdim=True) if mean else 1
             products, scale = maxsim(query, documents) / size, 1 / self.temperature
             positives = torch.arange(len(documents)) == offset + torch.arange(len(query))[:, None]
@@ -770,23 +750,19 @@ DRAWS = {
     "sentence_transformers: tokens": Draw.multi_vector,
     "pylate": Draw.pylate,
     "colpali_engine": Draw.colpali,
-    "open_clip.ClipLoss": Draw.clip,
-    "open_clip.SigLipLoss": Draw.open_clip_siglip,
-    "open_clip.CoCaLoss": Draw.coca,
-    "open_clip.DistillClipLoss": Draw.distill,
-    "lightly.NTXentLoss": Draw.lightly_nt_xent,
-    "lightly.DCLLoss, DCLWLoss": Draw.dcl,
+    "open_clip.ClipLoss": Draw.clip, "open_clip.SigLipLoss": Draw.open_clip_siglip,
+    "open_clip.CoCaLoss": Draw.coca, "open_clip.DistillClipLoss": Draw.distill,
+    "lightly.NTXentLoss": Draw.lightly_nt_xent, "lightly.DCLLoss, DCLWLoss": Draw.dcl,
     "pytorch_metric_learning.SupConLoss": Draw.metric_sup_con,
     "pytorch_metric_learning.NTXentLoss": Draw.metric_nt_xent,
     "pytorch_metric_learning.CrossBatchMemory": Draw.metric_memory,
-    "sup_contrast.SupConLoss": Draw.sup_contrast,
-    "inf_cl": Draw.inf_cl,
+    "sup_contrast.SupConLoss": Draw.sup_contrast, "inf_cl": Draw.inf_cl,
     "siglip_kernel: SigLIP": Draw.siglip_kernel,
     "siglip_kernel: several captions": Draw.siglip_plus,
     "infonce_cuda.InfoNCELoss": Draw.infonce_cuda,
     "memory_efficient_clip: CLIP, LiT": Draw.memory_efficient_pairs,
     "memory_efficient_clip: Qwen3": Draw.memory_efficient_qwen3,
-}
+}  # fmt: skip
 
 
 # --- comparison -----------------------------------------------------------------------------------

@@ -2,12 +2,7 @@
 
 import numpy as np
 import pytest
-from reference_problems import (
-    LOSSES,
-    assert_close,
-    assert_same_result,
-    one_problem,
-)
+from reference_problems import LOSSES, assert_close, assert_same_result, one_problem
 
 import infonce
 from infonce import reference

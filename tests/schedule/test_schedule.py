@@ -30,14 +30,9 @@ DTYPES = {"fp64": "float64", "fp32": "float32", "bf16x3": "float32", "bf16": "bf
 
 
 def a_call(
-    loss: LossForm,
-    m: int,
-    n: int,
-    d: int,
-    compute_precision: str = "bf16",
-    wrt: str = "qk",
+    loss: LossForm, m: int, n: int, d: int, compute_precision: str = "bf16", wrt: str = "qk",
     **options: Any,
-) -> Call:
+) -> Call:  # fmt: skip
     dtype = DTYPES[compute_precision]
     n = n if loss is LossForm.ROWS else m
     query, key = Matrix.packed(m, d, dtype), Matrix.packed(n, d, dtype)
@@ -167,10 +162,8 @@ def test_the_decisions_of_one_call() -> None:
     call_schedule = schedule(a_call(LossForm.BOTH, 65536, 65536, 512), DEVICES["h200"])
     purposes = [scheduled.purpose for scheduled in call_schedule.passes]
     assert purposes == [Purpose.STATISTICS, Purpose.GRADIENT]
-    assert [scheduled.kernel.name for scheduled in call_schedule.passes] == [
-        "sweep_lse",
-        "sweep_gradient",
-    ]
+    kernels = [scheduled.kernel.name for scheduled in call_schedule.passes]
+    assert kernels == ["sweep_lse", "sweep_gradient"]
     assert len(call_schedule.passes[0].grid) == 1
     assert call_schedule.operands is not None
     assert call_schedule.operands.query.reading is Reading.IN_PLACE

@@ -4,10 +4,12 @@ Results are compared with the formulas of `infonce.reference` in float64, which 
 compares with an oracle that shares no code with them.
 """
 
+import tracemalloc
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+from infonce.kernels.cpu import resources
 
 import infonce
 from infonce import reference
@@ -158,6 +160,16 @@ def viewed(z: np.ndarray, how: str) -> np.ndarray:
 
 
 VIEWS = ["contiguous", "transposed", "every other", "reversed", "offset"]
+
+
+def peak_memory(call: Any) -> int:
+    """Bytes at the peak of NumPy's arrays in a call, which has buffers of its own."""
+    resources.BUFFER_POOL.clear()
+    tracemalloc.start()
+    call()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
 
 
 def unit(z):

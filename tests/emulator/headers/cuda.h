@@ -51,7 +51,6 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 // --- numbers --------------------------------------------------------------------------------------------
 
 inline double __longlong_as_double(long long x) { return device::bits_as<double>(x); }
-inline long long __double_as_longlong(double x) { return device::bits_as<long long>(x); }
 inline unsigned __float_as_uint(float x) { return device::bits_as<unsigned>(x); }
 inline int __float_as_int(float x) { return device::bits_as<int>(x); }
 inline float __uint_as_float(unsigned x) { return device::bits_as<float>(x); }
@@ -61,7 +60,6 @@ inline float __fmul_rn(float a, float b) { return a * b; }
 inline double __dmul_rn(double a, double b) { return a * b; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
-inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
 
 // The type of both operands together, as the operators of C have it
 template <class T, class U>
@@ -97,11 +95,6 @@ inline T __shfl_up_sync(unsigned mask, T x, int by, AT) {
   const int lane = device::current->lane();
   return shuffle_(mask, x, lane < by ? lane : lane - by, at);
 }
-template <class T>
-inline T __shfl_down_sync(unsigned mask, T x, int by, AT) {
-  const int lane = device::current->lane();
-  return shuffle_(mask, x, lane + by > 31 ? lane : lane + by, at);
-}
 inline unsigned __ballot_sync(unsigned mask, int vote, AT) { return device::ballot(mask, vote != 0, at); }
 inline int __all_sync(unsigned mask, int vote, AT) { return device::ballot(mask, vote != 0, at) == mask; }
 inline int __any_sync(unsigned mask, int vote, AT) { return device::ballot(mask, vote != 0, at) != 0; }
@@ -111,8 +104,6 @@ template <class T, class U>
 NOT_WATCHED inline T atomicAdd(T* p, U x) { const T old = *p; *p = old + (T)x; return old; }
 template <class T, class U>
 NOT_WATCHED inline T atomicMax(T* p, U x) { const T old = *p; if ((T)x > old) *p = (T)x; return old; }
-template <class T, class U>
-NOT_WATCHED inline T atomicMin(T* p, U x) { const T old = *p; if ((T)x < old) *p = (T)x; return old; }
 template <class T, class U>
 NOT_WATCHED inline T atomicCAS(T* p, T from, U to) { const T old = *p; if (old == from) *p = (T)to; return old; }
 template <class T>

@@ -14,24 +14,27 @@ pytestmark = [
     pytest.mark.emulated,
     pytest.mark.skipif(bool(engine.missing()), reason=engine.missing()),
 ]
-HOPPER, PORTABLE = 0, 2  # devices of the stand-in
 NEAR = {"float64": 1e-11, "float32": 2e-5}  # of the gradients' norms
 
 
-@pytest.mark.parametrize("device", [HOPPER, PORTABLE])
-@pytest.mark.parametrize("method", ["naive", "tiled", "offload"])
-def test_float64_own_keys_keep_their_range_in_float32(method: str, device: int) -> None:
-    """Own keys are normalised before float32, in which their features would be infinite."""
+def draw(method: str) -> tuple[Any, ...]:
+    """Queries, keys and own negatives on the host, the generator, where they go, and keywords."""
     rng = np.random.default_rng(0)
-    query, key, own = (rng.standard_normal((*n, 24)) for n in ((40,), (70,), (40, 3)))
-    options: dict[str, Any] = {"scale": 6.0, "normalize": True}
-    want = reference.info_nce(query, key, own=own, **options)
-    place, how = cupy.asarray, {"method": method}
+    z = [rng.standard_normal((*n, 24)) for n in ((40,), (70,), (40, 3))]
     if method == "offload":
-        place, how = np.asarray, {"offload": True, "workspace": 2**15}
-    with cupy.cuda.Device(device):
-        arrays, options["own"] = [place(z) for z in (query, key)], place(own * 1e110)
-        got = infonce.info_nce_loss_and_grad(*arrays, precision="fp32", **options, **how)
+        return *z, rng, np.asarray, {"scale": 6.0, "offload": True, "workspace": 2**15}
+    return *z, rng, cupy.asarray, {"scale": 6.0, "method": method}
+
+
+@pytest.mark.parametrize("method", ["naive", "tiled", "offload"])
+def test_float64_own_keys_keep_their_range_in_float32(method: str) -> None:
+    """Own keys are normalised before float32, in which their features would be infinite."""
+    query, key, own, _, place, options = draw(method)
+    want = reference.info_nce(query, key, own=own, scale=6.0, normalize=True)
+    got = infonce.info_nce_loss_and_grad(
+        *map(place, (query, key)), own=place(own * 1e110), precision="fp32", normalize=True,
+        **options,
+    )  # fmt: skip
     near(got.loss, want.loss, "float32")
     near(got.grads.query, want.grads["query"], "float32")
     near(cupy.asnumpy(got.grads.own) * 1e110, want.grads["own"], "float32")
@@ -40,14 +43,11 @@ def test_float64_own_keys_keep_their_range_in_float32(method: str, device: int) 
 @pytest.mark.parametrize("method", ["naive", "tiled", "offload"])
 def test_own_negatives_compete_with_the_positive(method: str) -> None:
     """In metrics, those that the mask counts."""
-    rng = np.random.default_rng(0)
-    query, key, own = (rng.standard_normal((*n, 24)) for n in ((40,), (70,), (40, 3)))
+    query, key, own, rng, place, options = draw(method)
     mask, labels = rng.random((40, 3)) < 0.8, rng.integers(0, 70, 40)
-    place = np.asarray if method == "offload" else cupy.asarray
-    how = {"offload": True, "workspace": 2**15} if method == "offload" else {"method": method}
     metrics = infonce.info_nce_loss_and_grad(
-        *map(place, (query, key, labels)), own=place(own), own_mask=place(mask), scale=6.0,
-        metrics=True, **how,
+        *map(place, (query, key, labels)), own=place(own), own_mask=place(mask), metrics=True,
+        **options,
     ).metrics  # fmt: skip
     x = 6.0 * np.hstack([query @ key.T, np.einsum("id,ikd->ik", query, own)])
     rows = np.arange(len(x))

@@ -7,6 +7,7 @@ function that is missing here is to be added if CuPy has it.
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,32 +72,21 @@ def full(shape: Any, value: Any, dtype: Any = None, order: str = "C") -> ndarray
     return array
 
 
-def zeros(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
-    return full(shape, 0, dtype, order)
+def _filled(value: float) -> Any:
+    return lambda shape, dtype=float, order="C": full(shape, value, dtype, order)
 
 
-def ones(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
-    return full(shape, 1, dtype, order)
+def _like(make: Any) -> Any:
+    return lambda like, dtype=None: make(like.shape, like.dtype if dtype is None else dtype)
 
 
-def empty_like(like: ndarray, dtype: Any = None) -> ndarray:
-    return empty(like.shape, like.dtype if dtype is None else dtype)
+def _of_host(function: Any) -> Any:
+    return lambda *args, **options: on_device(function(*args, **options))
 
 
-def zeros_like(like: ndarray, dtype: Any = None) -> ndarray:
-    return zeros(like.shape, like.dtype if dtype is None else dtype)
-
-
-def ones_like(like: ndarray, dtype: Any = None) -> ndarray:
-    return ones(like.shape, like.dtype if dtype is None else dtype)
-
-
-def arange(*args: Any, **options: Any) -> ndarray:
-    return on_device(np.arange(*args, **options))
-
-
-def linspace(*args: Any, **options: Any) -> ndarray:
-    return on_device(np.linspace(*args, **options))
+zeros, ones = map(_filled, (0, 1))
+empty_like, zeros_like, ones_like = map(_like, (empty, zeros, ones))
+arange, linspace = map(_of_host, (np.arange, np.linspace))
 
 
 # -- to and from the host
@@ -119,12 +109,7 @@ def asarray(values: Any, dtype: Any = None, order: str = "K") -> ndarray:
     return array(values, dtype, False, order)
 
 
-def ascontiguousarray(values: Any, dtype: Any = None) -> ndarray:
-    return array(values, dtype, False, "C")
-
-
-def asfortranarray(values: Any, dtype: Any = None) -> ndarray:
-    return array(values, dtype, False, "F")
+ascontiguousarray, asfortranarray = (partial(asarray, order=order) for order in "CF")
 
 
 def asnumpy(values: Any) -> np.ndarray:

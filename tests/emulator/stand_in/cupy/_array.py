@@ -70,30 +70,6 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
         values = values.copy()
         streams.get_current_stream().submit(lambda: np.copyto(self._host, values))
 
-    def item(self) -> Any:
-        return self.get().item()
-
-    def tolist(self) -> Any:
-        return self.get().tolist()
-
-    def __float__(self) -> float:
-        return float(self.get())
-
-    def __int__(self) -> int:
-        return int(self.get())
-
-    def __bool__(self) -> bool:
-        return bool(self.get())
-
-    def __index__(self) -> int:
-        return operator.index(self.get())
-
-    def __complex__(self) -> complex:
-        return complex(self.get())
-
-    def __repr__(self) -> str:
-        return repr(self.get())
-
     def __format__(self, spec: str) -> str:
         return format(self.get(), spec)
 
@@ -138,22 +114,18 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
     def fill(self, value: Any) -> None:
         self[...] = value
 
-    def astype(self, dtype: Any, order: str = "K", copy: bool = True) -> ndarray:
-        if not copy and self.dtype == np.dtype(dtype):
-            return self
-        array: ndarray = apply(lambda z: z.astype(dtype, order=order), self)
-        return array
+    def astype(self, dtype: Any, order: str = "K", copy: bool = True) -> Any:
+        same = not copy and self.dtype == np.dtype(dtype)
+        return self if same else apply(lambda z: z.astype(dtype, order=order), self)
 
-    def copy(self, order: str = "C") -> ndarray:
-        array: ndarray = apply(lambda z: z.copy(order=order), self)
-        return array
+    def copy(self, order: str = "C") -> Any:
+        return apply(lambda z: z.copy(order=order), self)
 
     def view(self, dtype: Any = None) -> ndarray:
         return viewed(self, self._host.view(dtype))
 
-    def reshape(self, *shape: Any, order: str = "C") -> ndarray:
-        array: ndarray = apply(lambda z: z.reshape(*shape, order=order), self)
-        return array
+    def reshape(self, *shape: Any, order: str = "C") -> Any:
+        return apply(lambda z: z.reshape(*shape, order=order), self)
 
     def ravel(self, order: str = "C") -> ndarray:
         return self.reshape(-1, order=order)
@@ -170,6 +142,16 @@ def _method(name: str) -> Callable[..., Any]:
 
 for _name in ("sum", "max", "min", "mean", "any", "all", "argmax", "argmin", "argsort", "dot"):
     setattr(ndarray, _name, _method(_name))
+
+
+def _value(of: Callable[[Any], Any]) -> Callable[[ndarray], Any]:
+    return lambda self: of(self.get())
+
+
+for _name, _of in {"__float__": float, "__int__": int, "__bool__": bool, "__complex__": complex,
+                   "__index__": operator.index, "__repr__": repr, "item": np.ndarray.item,
+                   "tolist": np.ndarray.tolist}.items():  # fmt: skip
+    setattr(ndarray, _name, _value(_of))
 
 
 class _Described:

@@ -1,4 +1,5 @@
 """The part of `cupy.cuda` that the library and its tests use."""
+# ruff: noqa: F401
 
 from . import cublas, device, driver, function, memory, nvrtc, runtime, stream
 from .device import Device
@@ -13,10 +14,3 @@ from .memory import (
     using_allocator,
 )
 from .stream import Event, Graph, Stream, get_current_stream, get_elapsed_time
-
-__all__ = [
-    "BaseMemory", "Device", "Event", "Graph", "Memory", "MemoryHook",
-    "MemoryPointer", "MemoryPool", "Stream", "UnownedMemory", "alloc", "cublas", "device",
-    "driver", "function", "get_current_stream", "get_elapsed_time", "memory", "nvrtc", "runtime",
-    "stream", "using_allocator",
-]  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 
 import engine
 
-_programs: dict[int, dict[str, Any]] = {}
+_programs: dict[int, dict[str, str]] = {}
 _numbers = itertools.count(1)
 
 
@@ -24,27 +24,25 @@ def getVersion() -> tuple[Any, ...]:
 
 def createProgram(source: str, name: str, headers: Any, include_names: Any) -> int:
     number = next(_numbers)
-    _programs[number] = {"source": source, "name": name, "log": ""}
+    _programs[number] = {"source": source, "log": ""}
     return number
 
 
 def compileProgram(program: int, options: tuple[str, ...]) -> None:
     entry = _programs[program]
     try:
-        entry["code"] = engine.compile_source(entry["source"], options).encode()
+        entry["code"] = engine.compile_source(entry["source"], options)
     except engine.CompileError as error:
         entry["log"] = str(error)
         raise NVRTCError(6) from None
 
 
 def getCUBIN(program: int) -> bytes:
-    code: bytes = _programs[program]["code"]
-    return code
+    return _programs[program]["code"].encode()
 
 
 def getProgramLog(program: int) -> str:
-    log: str = _programs[program]["log"]
-    return log
+    return _programs[program]["log"]
 
 
 def destroyProgram(program: int) -> None:

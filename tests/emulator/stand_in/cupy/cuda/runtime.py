@@ -37,12 +37,6 @@ def setDevice(device: int) -> None:
     _thread.device = device
 
 
-def deviceSynchronize() -> None:
-    from .stream import synchronize
-
-    synchronize()
-
-
 def driverGetVersion() -> int:
     return 13000
 
@@ -51,29 +45,28 @@ runtimeGetVersion = driverGetVersion
 
 
 def memcpyAsync(target: int, source: int, size: int, kind: int, stream: int) -> None:
-    from .stream import submit
-
-    submit(stream, lambda: ctypes.memmove(target, source, size))
+    streams.submit(stream, lambda: ctypes.memmove(target, source, size))
 
 
 def memsetAsync(target: int, value: int, size: int, stream: int) -> None:
-    from .stream import submit
-
-    submit(stream, lambda: ctypes.memset(target, value, size))
+    streams.submit(stream, lambda: ctypes.memset(target, value, size))
 
 
 def graphLaunch(graph: Any, stream: int) -> None:
-    from .stream import submit
-
-    submit(stream, graph.run)
+    streams.submit(stream, graph.run)
 
 
 def eventRecord(event: int, stream: int) -> None:
-    from .stream import events, known
-
-    events[event].record(known(stream))
+    streams.events[event].record(streams.known(stream))
 
 
 def pointerGetAttributes(address: int) -> Any:
     inside = any(start <= address < start + size for start, size in list(pinned.items()))
     return SimpleNamespace(type=memoryTypeHost if inside else memoryTypeUnregistered)
+
+
+def deviceSynchronize() -> None:
+    streams.synchronize()
+
+
+from . import stream as streams  # noqa: E402  which needs this module
