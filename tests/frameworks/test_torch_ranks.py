@@ -17,6 +17,7 @@ if not dist.is_available() or not dist.is_gloo_available():
 
 import torch_ranks  # noqa: E402
 import torch_trouble  # noqa: E402
+from torch_problems import run_ranks  # noqa: E402
 from trouble import Trouble  # noqa: E402
 
 import infonce.torch as it  # noqa: E402
@@ -28,27 +29,11 @@ pytestmark = pytest.mark.extras
 
 def start(cases: list[str], size: int, folder: Path, device: str = "cpu") -> None:
     """Runs cases one after the other; each rank saves what it got."""
-    environment = {**os.environ, "INFONCE_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     warnings = "The given NumPy array is not writable", "Converting a tensor with requires_grad"
     options = [word for text in warnings for word in ("-W", f"error:{text}")]  # PyTorch's
-    program = [sys.executable, *options, torch_ranks.__file__, ",".join(cases)]
-    processes = [
-        subprocess.Popen(
-            [*program, str(rank), str(size), str(folder), device],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-        )
-        for rank in range(size)
-    ]
-    try:
-        outputs = [process.communicate(timeout=300)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    expected = [0, 3] if "failures" in cases else [0] * size
-    assert [p.returncode for p in processes] == expected, "\n".join(outputs)
+    program = [*options, torch_ranks.__file__, ",".join(cases)]
+    codes = [0, 3] if "failures" in cases else []
+    run_ranks(program, size, str(size), str(folder), device, codes=codes)
 
 
 def saved(folder: Path, case: str) -> list[Any]:
