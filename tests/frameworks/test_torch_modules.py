@@ -167,8 +167,7 @@ def test_keywords_of_a_call_take_the_place_of_learned_numbers() -> None:
 # --- settings -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("loss", ["clip", "siglip"])
+@pytest.mark.parametrize(("loss", "compiled"), [("clip", False), ("siglip", True)])
 def test_a_setting_that_changes_is_followed(loss: str, compiled: bool) -> None:
     """The next call follows attributes that were given at construction, and that were not."""
     z = [2 * side.detach() for side in features(loss)]
