@@ -174,7 +174,8 @@ def test_a_queue_goes_on(again: Any, size: int) -> None:
         again(queue)(batch(0, 3)[0])
 
 
-def test_compiled() -> None:
+@pytest.mark.parametrize("with_ids", [True, False])
+def test_compiled(with_ids: bool) -> None:
     """One graph while the queue grows, whatever its length, and one for a full queue."""
     from torch._dynamo.backends.debugging import aot_eager
 
@@ -186,16 +187,18 @@ def test_compiled() -> None:
 
     def step(queue: Any, query: Any, key: Any, ids: Any) -> Any:
         keys, all_ids = queue(key, ids)
-        return it.info_nce_loss(query, keys, scale=5.0, ids=(ids, all_ids))
+        pair = None if ids is None else (ids, all_ids)
+        return it.info_nce_loss(query, keys, scale=5.0, ids=pair)
 
     torch.compiler.reset()
     compiled = torch.compile(step, fullgraph=True, backend=backend)
     queues = it.KeyQueue(40, WIDTH), it.KeyQueue(40, WIDTH)
-    for number in range(16):
+    for number in range(20):
         key, ids = batch(number, 3)
         rows = [batch(90 + number, 3)[0].requires_grad_(), key.requires_grad_()]
         losses = [
-            run(queue, *rows, ids) for run, queue in zip((compiled, step), queues, strict=True)
+            run(queue, *rows, ids if with_ids else None)
+            for run, queue in zip((compiled, step), queues, strict=True)
         ]
         torch.testing.assert_close(*losses)
         torch.testing.assert_close(*(torch.autograd.grad(loss, rows) for loss in losses))

@@ -12,6 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
+import torch_problems  # noqa: E402
 from torch_problems import run_ranks  # noqa: E402
 
 from infonce.torch import colpali_engine as colpali  # noqa: E402
@@ -193,7 +194,7 @@ def test_what_pylate_has_alone() -> None:
 
 RANKS = """
 import sys
-sys.path.append(sys.argv[3])
+sys.path += sys.argv[3:]
 import torch
 import torch.distributed as dist
 from pylate import losses
@@ -225,7 +226,8 @@ dist.destroy_process_group()
 def test_pylate_over_ranks(tmp_path: Path) -> None:
     """Documents of both processes are negatives."""
     pytest.importorskip("pylate.losses")
-    run_ranks(["-c", RANKS], 2, str(tmp_path), str(Path(__file__).parent))
+    folders = Path(__file__).parent, Path(torch_problems.__file__).parent
+    run_ranks(["-c", RANKS], 2, str(tmp_path), *map(str, folders))
     for rank in range(2):
         theirs, theirs_cached, plain, cached = torch.load(tmp_path / f"{rank}.pt")
         torch.testing.assert_close(plain, theirs, **DOUBLE)
