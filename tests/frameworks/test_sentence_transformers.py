@@ -9,12 +9,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-from torch_problems import (  # noqa: E402
-    STEPS,
-    assert_same_training,
-    run_ranks,
-    sentence_model,
-)
+from torch_problems import STEPS, assert_same_training, run_ranks, sentence_model  # noqa: E402
 
 pytestmark = [
     pytest.mark.extras,

@@ -9,13 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
-from torch_problems import (  # noqa: E402
-    DEVICES,
-    FORMS,
-    call,
-    features,
-    with_options,
-)
+from torch_problems import DEVICES, FORMS, call, features, formula, with_options  # noqa: E402
 
 import infonce.torch as it  # noqa: E402
 
@@ -37,6 +31,18 @@ def test_what_needs_no_gradient_costs_none(monkeypatch: Any) -> None:
     it.clip_loss(image.detach(), text.detach(), scale=torch.tensor(2.0, requires_grad=True))
     assert asked == [{"image"}, set(), {"scale"}]
     assert text.grad is None
+
+
+def test_scale_has_a_dtype_of_its_own() -> None:
+    image, text = features("siglip")
+    scale = torch.tensor([2.0], dtype=torch.bfloat16, requires_grad=True)
+    bias = torch.tensor(-1.0, dtype=torch.float32, requires_grad=True)
+    got = it.siglip_loss(image, text, bias, scale=scale)
+    want = formula("siglip", [image, text], scale.double(), bias.double())
+    for g, w in zip(torch.autograd.grad(got, [scale, bias]),
+                    torch.autograd.grad(want, [scale, bias]), strict=True):  # fmt: skip
+        assert g.dtype == w.dtype
+        torch.testing.assert_close(g, w)
 
 
 def test_func_grad_of_labels_and_metrics() -> None:
@@ -76,7 +82,8 @@ def test_compiled_calls_that_are_no_operator(form: str) -> None:
     for options, match in (({"temperature": -1.0}, "^temperature: expected a positive number"),
                            ({"weights": "all"}, "^weights: expected numbers, got dtype <U3"),
                            ({"scale": 1.0}, "^temperature, scale: expected one of them, got both"),
-                           ({"wrt": None}, "unexpected keyword argument 'wrt'")):  # fmt: skip
+                           ({"wrt": None}, "unexpected keyword argument 'wrt'"),
+                           )[:: 1 if form == "function" else 3]:  # fmt: skip
         with pytest.raises((TypeError, ValueError), match=match):
             torch.compile(lambda z, o=options: loss(z, **o), backend="eager")(image)
 

@@ -12,14 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 import torch._dynamo.testing  # noqa: E402, F811
 import torch._functorch.config  # noqa: E402
-from torch_problems import (  # noqa: E402
-    FORMS,
-    MODULES,
-    arguments,
-    call,
-    features,
-    with_options,
-)
+from torch_problems import FORMS, MODULES, arguments, call, features, with_options  # noqa: E402
 
 import infonce.torch as it  # noqa: E402
 

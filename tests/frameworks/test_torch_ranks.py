@@ -258,7 +258,7 @@ def make_troubles(folder: Path, seeds: range, device: str = "cpu") -> None:
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(3), pytest.param(range(3, 10), marks=pytest.mark.slow)], ids=["few", "many"]
+    "seeds", [range(3), pytest.param(range(3, 14), marks=pytest.mark.slow)], ids=["few", "many"]
 )
 def test_ranks_in_trouble(seeds: range, tmp_path: Path) -> None:
     """The other ranks name a rank that is killed, exits, hangs or raises at any line of a call.

@@ -70,10 +70,13 @@ def whole_loss(name: str, z: list[Any], numbers: Any, by_row: Any, **options: An
     return getattr(ij, f"{name}_loss")(*z, **numbers, **by_row, **options)
 
 
-def mapped(f: Callable[..., Any]) -> Any:
-    """Value and gradients of f(features, numbers, by_row), inside of shard_map."""
-    over = partial(jax.shard_map, mesh=MESH, in_specs=(ROWS, SAME, ROWS))
-    return jax.jit(over(jax.value_and_grad(f, (0, 1)), out_specs=(SAME, (ROWS, SAME))))
+def mapped(f: Callable[..., Any], check: bool = True, inside: bool = True) -> Any:
+    """Value and gradients of f(features, numbers, by_row), differentiated inside or outside of
+    shard_map."""
+    over = partial(jax.shard_map, mesh=MESH, in_specs=(ROWS, SAME, ROWS), check_vma=check)
+    if inside:
+        return jax.jit(over(jax.value_and_grad(f, (0, 1)), out_specs=(SAME, (ROWS, SAME))))
+    return jax.jit(jax.value_and_grad(over(f, out_specs=SAME), (0, 1)))
 
 
 def raises(error: type[Exception], words: str, call: Callable[[], Any]) -> None:

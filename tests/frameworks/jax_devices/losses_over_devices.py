@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from devices import (
+    FEATURES,
     MESH,
     ROWS,
     SAME,
@@ -17,6 +18,7 @@ from devices import (
     features,
     main,
     make_guide,
+    mapped,
     one,
     raises,
     unit,
@@ -26,6 +28,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import infonce.jax as ij
+from infonce import reference
 
 # --- ways to differentiate, transforms ------------------------------------------------------------
 
@@ -143,6 +146,22 @@ def transforms() -> None:
     close("sharded without jit", over(*z, scale=3.0), want[0])
     hessian = jax.hessian(lambda z: over(z, z, scale=3.0))
     raises(TypeError, "cannot be differentiated again", lambda: jax.jit(hessian)(z[0]))
+
+
+def table() -> None:
+    """One table of own negatives on all devices: its gradient is the sum over the devices."""
+    rng, z = np.random.default_rng(0), features("info_nce")
+    own, rows = unit(rng, 5, D), len(z[0])
+    by_row = {"own_indices": rng.integers(-1, 5, (rows, 3)), "own_bias": rng.normal(size=(rows, 3))}
+    want = reference.info_nce(*z, scale=float(SCALE), own=own, **by_row)
+    by_row = jax.tree.map(jnp.asarray, by_row)
+    numbers = {"scale": SCALE.astype(np.float64), "own": own}
+    for check, inside in ((True, True), (True, False), (False, False)):
+        step = mapped(partial(whole_loss, "info_nce"), check, inside)
+        loss, (grads, others) = step(z, numbers, by_row)
+        close("loss of a table", loss, want.loss)
+        for name, gradient in [*zip(FEATURES["info_nce"], grads, strict=True), *others.items()]:
+            close(f"d {name} beside a table", gradient, want.grads[name], 1e-11)
 
 
 def single_precision() -> None:

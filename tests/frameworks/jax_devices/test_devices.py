@@ -49,8 +49,8 @@ def test_compiled_programs_and_loops(devices: int, case: str) -> None:
     run("programs_over_devices.py", devices, case)
 
 
-def test_derivatives_transforms_and_dtypes() -> None:
-    run("losses_over_devices.py", 4, "modes", "transforms", "single_precision")
+def test_derivatives_transforms_tables_and_dtypes() -> None:
+    run("losses_over_devices.py", 4, "modes", "transforms", "table", "single_precision")
 
 
 def test_errors_and_documentation() -> None:
