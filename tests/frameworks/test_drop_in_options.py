@@ -35,13 +35,8 @@ def draw(*shape: int) -> Any:
     return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
 
-A, B, OWN, TEACHER, LOGITS = (
-    draw(N, D),
-    draw(N, D),
-    draw(N, 2, D),
-    (draw(N, 4), draw(N, 4)),
-    draw(N, 3, 5),
-)
+A, B, OWN, LOGITS = draw(N, D), draw(N, D), draw(N, 2, D), draw(N, 3, 5)
+TEACHER = draw(N, 4), draw(N, 4)
 TOKENS = torch.randint(5, (N, 3), generator=generator)
 VIEWS, ROW, GUIDE = torch.cat([A, B]), torch.arange(N), draw(64, 4)
 UNIT = [F.normalize(z, dim=-1) for z in (A, B)]
@@ -318,7 +313,7 @@ def test_options_are_right_for_the_whole_loss_or_refused(name: str) -> None:
 # --- settings -------------------------------------------------------------------------------------
 
 IDS = {"img_gid": ROW, "txt_gid": ROW}
-CHANGES = {  # a call of a loss, a setting that no constructor takes, the error
+CHANGES = {  # a setting: its loss, a value that no constructor takes, the error
     "use_horovod": (open_clip.ClipLoss, True, "use_horovod: expected False, got True"),
     "contrast_mode": (sup_contrast.SupConLoss, "two", 'contrast_mode: expected "all" or "one"'),
     "strategy": (siglip.DistributedSigLIPLoss, "star", 'strategy: expected "ring", "gather" or'),
@@ -326,21 +321,15 @@ CHANGES = {  # a call of a loss, a setting that no constructor takes, the error
     "soft_weighting": (siglip.SigLIPPlusLoss, False, "soft_weighting: expected True, got False"),
     "soft_label": (siglip.DistributedSigLIPPlusLoss, True, "soft_label: expected False, got True"),
     "use_smooth_max": (colpali.ColbertLoss, True, "use_smooth_max: expected False, got True"),
-    "pos_aware_negative_filtering": (
-        colpali.BiSigmoidLoss,
-        True,
-        "pos_aware_negative_filtering: expected False, got True",
-    ),
+    "pos_aware_negative_filtering": (colpali.BiSigmoidLoss, True, "pos_aware_negative_filtering: "
+                                     "expected False, got True"),
     "temperature": (colpali.BiEncoderLoss, 0.0, r"temperature: expected a positive .* got 0\.0"),
-    "in_batch_term_weight": (
-        colpali.BiNegativeCELoss,
-        1.5,
-        r"in_batch_term_weight: expected a number in \[0, 1\], got",
-    ),
+    "in_batch_term_weight": (colpali.BiNegativeCELoss, 1.5, r"in_batch_term_weight: expected a "
+                             r"number in \[0, 1\], got"),
     "tau_plus": (memeff.MemoryEfficientCLIPLoss, 0.1, "tau_plus: expected 0.0, got 0.1"),
     "group": (memeff.MemoryEfficientLiTLoss, object(), "group: expected None, got object"),
     "margin": (memeff.MemoryEfficientQwen3Loss, float("nan"), "margin: expected a finite number"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -355,46 +344,42 @@ def test_settings_are_checked_whenever_they_are_set(name: str) -> None:
 
 def test_settings_that_are_checked_at_the_call() -> None:
     """Those that are right together, and options that a setting excludes."""
-    distributed = siglip.DistributedSigLIPLoss()
-    distributed.world_size = 2
+    distributed, clip, late = (
+        make() for make in (siglip.DistributedSigLIPLoss, open_clip.ClipLoss, open_clip.ClipLoss)
+    )
+    distributed.world_size = clip.world_size = 2
+    late.rank = late.world_size = 2
     plus = siglip.DistributedSigLIPPlusLoss(rank=1, world_size=2).double()
-    clip = open_clip.ClipLoss()
-    clip.world_size = 2
-    for call in (
-        lambda: distributed(A, B, 1.0),
-        lambda: plus((A, B), **IDS),
-        lambda: clip(A, B, 1.0),
-        lambda: open_clip.DistillClipLoss(world_size=2)(A, B, 1.0, *TEACHER, 1.0),
-    ):
-        with pytest.raises(RuntimeError, match=r"group: expected torch\.distributed to be initial"):
+    distill = open_clip.DistillClipLoss(world_size=2)
+    dcl = lightly.DCLLoss(0.1, reduction="sum")
+    dcl.weight_fn = lightly.negative_mises_fisher_weights
+    qwen3, wrapped = memeff.MemoryEfficientQwen3Loss(ids=ROW), memeff.MemoryEfficientCLIPLoss()
+    qwen3.use_qq_negatives = True
+    prefixes = memeff.MatryoshkaLoss(wrapped, [2])
+    wrapped.normalized_inputs = True
+    uninitialised = r"group: expected torch\.distributed to be initialised"
+    place, group = "expected 0 <= rank < world_size, got 2 and 2", "group: expected None, got .*: "
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (lambda: distributed(A, B, 1.0), uninitialised), (lambda: clip(A, B, 1.0), uninitialised),
+        (lambda: plus((A, B), img_gid=ROW, txt_gid=ROW), uninitialised),
+        (lambda: distill(A, B, 1.0, *TEACHER, 1.0), uninitialised),
+        (lambda: late(A, B, 1.0), place),
+        (lambda: dcl(A, B), "reduction: expected 'mean', got 'sum': weight_fn"),
+        (lambda: qwen3(A, B), r"ids: expected None, got Tensor .*: it has no values"),
+        (lambda: prefixes(A, B), r"base_loss\.normalized_inputs: expected False, got True"),
+        (lambda: lightly.NTXentLoss(0.1, 4, group=object()), f"{group}the negatives are the r"),
+        (lambda: sup_contrast.SupConLoss(group=object()), f"{group}labels are those of t"),
+    ]  # fmt: skip
+    for make in (siglip.DistributedSigLIPLoss, siglip.DistributedSigLIPPlusLoss):
+        calls += [
+            (lambda make=make: make(rank=2, world_size=2), place),
+            (lambda make=make: make(group=object()), f"{group}pass process_group"),
+        ]
+    for call, match in calls:
+        with pytest.raises((RuntimeError, ValueError), match=match):
             call()
     local = siglip.DistributedSigLIPLoss(strategy="local", world_size=2)
     torch.testing.assert_close(local(A, B, 1.0), it.siglip_loss(A, B, 0.0, scale=1.0))
-    clip.rank = 2
-    with pytest.raises(ValueError, match="expected 0 <= rank < world_size, got 2 and 2"):
-        clip(A, B, 1.0)
-    for make in (siglip.DistributedSigLIPLoss, siglip.DistributedSigLIPPlusLoss):
-        with pytest.raises(ValueError, match="expected 0 <= rank < world_size, got 2 and 2"):
-            make(rank=2, world_size=2)
-        with pytest.raises(ValueError, match=r"group: expected None, got .*: pass process_group"):
-            make(group=object())
-    dcl = lightly.DCLLoss(0.1, reduction="sum")
-    dcl.weight_fn = lightly.negative_mises_fisher_weights
-    with pytest.raises(ValueError, match="reduction: expected 'mean', got 'sum': weight_fn"):
-        dcl(A, B)
-    qwen3 = memeff.MemoryEfficientQwen3Loss(ids=ROW)
-    qwen3.use_qq_negatives = True
-    with pytest.raises(ValueError, match=r"ids: expected None, got Tensor .*: it has no values"):
-        qwen3(A, B)
-    wrapped = memeff.MemoryEfficientCLIPLoss()
-    prefixes = memeff.MatryoshkaLoss(wrapped, [2])
-    wrapped.normalized_inputs = True
-    with pytest.raises(ValueError, match=r"base_loss\.normalized_inputs: expected False, got True"):
-        prefixes(A, B)
-    with pytest.raises(ValueError, match=r"group: expected None, got .*: the negatives are the r"):
-        lightly.NTXentLoss(0.1, 4, group=object())
-    with pytest.raises(ValueError, match=r"group: expected None, got .*: labels are those of t"):
-        sup_contrast.SupConLoss(group=object())
 
 
 @pytest.mark.filterwarnings("ignore")  # of the project

@@ -65,27 +65,6 @@ def test_what_is_not_differentiated_costs_nothing(monkeypatch: Any) -> None:
     assert asked == [set(), {"image"}, {"scale"}, {"text"}]
 
 
-@pytest.mark.parametrize("loss", ["clip", "info_nce"])  # with and without metrics of columns
-def test_transformations_return_metrics(loss: str) -> None:
-    query, key = features(loss)
-    other = query[::-1]
-
-    def evaluate(query: Any) -> Any:
-        return call(loss, (query, key), 3.0, metrics=True)
-
-    want = [evaluate(z) for z in (query, other)]
-    got = [jax.jit(jax.value_and_grad(evaluate, has_aux=True))(z)[0] for z in (query, other)]
-    stacked = jnp.stack([query, other])
-    for both in (
-        jax.vmap(evaluate)(stacked),
-        jax.lax.scan(lambda carry, z: (carry, evaluate(z)), 0, stacked)[1],
-        jax.tree.map(lambda *z: jnp.stack(z), *got),
-    ):
-        assert isinstance(both[1], infonce.Metrics)
-        for i in range(2):
-            close(jax.tree.map(lambda z, i=i: z[i], both), want[i], 1e-6)
-
-
 @pytest.mark.parametrize("name", spec.VECTOR_OPTIONS)
 def test_vectors_get_no_gradient(name: str) -> None:
     query, key = features("info_nce")
@@ -146,10 +125,6 @@ def test_integers_of_64_bits_are_not_cut(hashes: np.ndarray, jitted: bool) -> No
         ValueError, match=r"labels: expected values in \[0, 12\), .* got 4294967296"
     ):
         ij.info_nce_loss(query, key, np.arange(12) << 32, scale=4.0)
-
-
-def test_import_alone_needs_no_jax() -> None:
-    assert "jax" not in infonce.__all__
 
 
 # --- on a GPU -------------------------------------------------------------------------------------

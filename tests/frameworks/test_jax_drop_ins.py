@@ -64,8 +64,8 @@ def test_ntxent_refuses() -> None:
 
 def test_hashes_of_64_bits() -> None:
     """Classes that are the same in their lower 32 bits."""
-    embeddings = jnp.asarray(np.random.default_rng(0).standard_normal((8, 4)), jnp.float32)
-    classes = np.arange(8) % 4
+    embeddings = jnp.asarray(np.random.default_rng(0).standard_normal((6, 4)), jnp.float32)
+    classes = np.arange(6) % 3
     want = ij.ntxent(embeddings, classes)
     for labels in (classes << 32, classes.astype(np.uint64) << 62):
         assert ij.ntxent(embeddings, labels) == want
@@ -76,8 +76,8 @@ def test_hashes_of_64_bits() -> None:
 
 @pytest.mark.parametrize("size", [2.0**-80, 2.0**80])
 def test_rows_whose_squares_leave_float32(size: float) -> None:
-    z = np.random.default_rng(0).standard_normal((8, 5)).astype(np.float32)
-    labels, value_and_grad = np.arange(8) // 2, jax.value_and_grad(ij.ntxent)
+    z = np.random.default_rng(0).standard_normal((6, 4)).astype(np.float32)
+    labels, value_and_grad = np.arange(6) // 2, jax.value_and_grad(ij.ntxent)
     (want, slope), (got, scaled) = (
         value_and_grad(z, labels, 0.4),
         value_and_grad(z * np.float32(size), labels, 0.4),

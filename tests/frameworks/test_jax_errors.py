@@ -108,10 +108,6 @@ def test_bad_values(loss: str, message: str, bad: dict[str, Any]) -> None:
 
 def test_errors() -> None:
     image, text = features()
-    with pytest.raises(TypeError, match="text: expected a JAX array, got list"):
-        ij.clip_loss(image, [1.0], scale=1.0)
-    with pytest.raises(TypeError, match=r"image: expected dtype float64.*got int32"):
-        ij.clip_loss(image.astype(int), text, scale=1.0)
     with pytest.raises(ValueError, match=r"text: expected 12 rows like image, got shape \(3, 5\)"):
         jax.jit(lambda z: ij.clip_loss(z, z[:3], scale=1.0))(image)
     with pytest.raises(ValueError, match="temperature, scale: expected one of them, got both"):

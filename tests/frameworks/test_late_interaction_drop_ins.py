@@ -4,9 +4,6 @@ tests/matrix/drop_ins.py has the equations. Tests beside a project are skipped w
 """
 
 import inspect
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
+import torch_problems  # noqa: E402
+from torch_problems import run_ranks  # noqa: E402
 
 from infonce.torch import colpali_engine as colpali  # noqa: E402
 
@@ -88,43 +87,28 @@ def test_colpali_engine(name: str, processes: int) -> None:
             torch.testing.assert_close(g, w, **DOUBLE)
 
 
-def test_what_colpali_engine_has_alone() -> None:
-    tokens = torch.ones(B, 4, D)
-    for name, settings, match in (
-        ("ColbertLoss", {"use_smooth_max": True}, "use_smooth_max: expected False, got True"),
-        ("BiEncoderLoss", {"pos_aware_negative_filtering": True},
-         "pos_aware_negative_filtering: expected False, got True"),
-        ("BiSigmoidLoss", {"temperature": 0.0}, r"temperature: expected a positive n.* got 0\.0"),
-        ("BiNegativeCELoss", {"in_batch_term_weight": 1.5}, "expected a number in .*, got 1.5"),
-        ("ColbertLoss", {"query_mask": tokens[:, :, 0] > 0}, "query_mask: expected None, got T"),
-        ("ColbertNegativeCELoss", {"normalize": True}, "normalize: expected False, got True"),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=match):
-            getattr(colpali, name)(**settings)
-    with pytest.raises(ValueError, match=r"neg_doc_embeddings: expected 4 .*\(5, 4, 8\)"):
-        colpali.ColbertNegativeCELoss()(tokens, tokens, tokens)
-    with pytest.raises(
-        ValueError, match="doc_embeddings: expected a multiple of the 5 queries, got"
-    ):
-        colpali.ColbertSigmoidLoss()(tokens, torch.ones(7, 4, D))
-    negatives = tokens[:, None]
-    for offset in (-1, 1):
-        for call in (
-            lambda offset: colpali.ColbertLoss()(tokens, tokens, offset),
-            lambda offset: colpali.ColbertSigmoidLoss()(tokens, tokens, offset),
-            lambda offset: colpali.ColbertNegativeCELoss()(tokens, tokens, negatives, offset),
-        ):
-            with pytest.raises(ValueError, match=f"got offset {offset}, 5 queries and 5 documents"):
-                call(offset)
-    with pytest.raises(ValueError, match="offset: expected 0, got 5"):
-        colpali.BiPairedEncoderLoss()(torch.ones(B, D), torch.ones(2 * B, D), B)
-    rows = tokens[:, 0]
-    with pytest.raises(ValueError, match="query_embeddings: expected 3 dimensions, got shape"):
-        colpali.ColbertLoss()(rows, tokens)
-    with pytest.raises(ValueError, match="doc_embeddings: expected 2 dimensions, got shape"):
-        colpali.BiEncoderLoss()(rows, tokens)
-    with pytest.raises(ValueError, match="query_embeddings: expected 2 dimensions, got shape"):
-        colpali.BiPairedEncoderLoss()(tokens, tokens)
+ROWS, TOKENS = torch.ones(B, D), torch.ones(B, 4, D)
+# a loss, the arguments of a call, the error
+ALONE: list[tuple[str, tuple[Any, ...], str]] = [
+    ("ColbertNegativeCELoss", (TOKENS, TOKENS, TOKENS),
+     r"neg_doc_embeddings: expected 4 .*\(5, 4, 8\)"),
+    ("ColbertSigmoidLoss", (TOKENS, torch.ones(7, 4, D)),
+     "doc_embeddings: expected a multiple of the 5 queries, got"),
+    *((name, (TOKENS, TOKENS, *more, offset), f"got offset {offset}, 5 queries and 5 documents")
+      for name, more in (("ColbertLoss", ()), ("ColbertSigmoidLoss", ()),
+                         ("ColbertNegativeCELoss", (TOKENS[:, None],))) for offset in (-1, 1)),
+    ("BiPairedEncoderLoss", (ROWS, torch.ones(2 * B, D), B), "offset: expected 0, got 5"),
+    ("ColbertLoss", (ROWS, TOKENS), "query_embeddings: expected 3 dimensions, got shape"),
+    ("BiEncoderLoss", (ROWS, TOKENS), "doc_embeddings: expected 2 dimensions, got shape"),
+    ("BiPairedEncoderLoss", (TOKENS, TOKENS), "query_embeddings: expected 2 dimensions, got"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "call", "match"), ALONE)
+def test_what_colpali_engine_has_alone(name: str, call: tuple[Any, ...], match: str) -> None:
+    """Settings: test_drop_in_options.py."""
+    with pytest.raises(ValueError, match=match):
+        getattr(colpali, name)()(*call)
 
 
 def test_a_token_without_a_first_feature_counts() -> None:
@@ -210,6 +194,7 @@ def test_what_pylate_has_alone() -> None:
 
 RANKS = """
 import sys
+sys.path += sys.argv[3:]
 import torch
 import torch.distributed as dist
 from pylate import losses
@@ -241,21 +226,8 @@ dist.destroy_process_group()
 def test_pylate_over_ranks(tmp_path: Path) -> None:
     """Documents of both processes are negatives."""
     pytest.importorskip("pylate.losses")
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "INFONCE_NUM_THREADS": "1", "PYTHONPATH": path}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANKS, str(rank), str(tmp_path)], env=environment,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        outputs = [process.communicate(timeout=300)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [p.returncode for p in processes] == [0, 0], "\n".join(outputs)
+    folders = Path(__file__).parent, Path(torch_problems.__file__).parent
+    run_ranks(["-c", RANKS], 2, str(tmp_path), *map(str, folders))
     for rank in range(2):
         theirs, theirs_cached, plain, cached = torch.load(tmp_path / f"{rank}.pt")
         torch.testing.assert_close(plain, theirs, **DOUBLE)

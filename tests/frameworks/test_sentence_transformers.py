@@ -1,10 +1,7 @@
 """Trainings with sentence-transformers' trainer and losses, and with those in their place: the same
 losses and parameters, to rounding. Skipped where it is not installed."""
 
-import os
 import re
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +9,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-from torch_problems import STEPS, assert_same_training  # noqa: E402
+from torch_problems import STEPS, assert_same_training, run_ranks, sentence_model  # noqa: E402
 
 pytestmark = [
     pytest.mark.extras,
@@ -29,6 +26,29 @@ def sentences(columns: int) -> dict[str, list[str]]:
     }
 
 
+def load_losses() -> tuple[Any, Any]:
+    """The modules of the project's losses, and of those in their place."""
+    pytest.importorskip("sentence_transformers")
+    from sentence_transformers.sentence_transformer import losses
+
+    from infonce.torch import sentence_transformers as ours
+
+    return losses, ours
+
+
+def tokens(model: Any, columns: int) -> list[dict[str, Any]]:
+    read = getattr(model, "preprocess", model.tokenize)
+    return [read(texts[:9]) for texts in sentences(columns).values()]
+
+
+def differentiate(model: Any, loss: Any, columns: int) -> list[Any]:
+    """The loss, and the gradients of the model's parameters."""
+    model.zero_grad()
+    value = loss(tokens(model, columns), None)
+    value.backward()
+    return [value.detach(), *(p.grad for p in model.parameters())]
+
+
 ALL_WAYS = {"directions": ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")}
 
 
@@ -43,13 +63,11 @@ ALL_WAYS = {"directions": ("query_to_doc", "query_to_query", "doc_to_query", "do
 def test_sentence_transformer_trainer(
     name: str, columns: int, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    st = pytest.importorskip("sentence_transformers")
+    losses, ours = load_losses()
+    import sentence_transformers as st
+
     datasets = pytest.importorskip("datasets")
     pytest.importorskip("accelerate")
-    from sentence_transformers.sentence_transformer import losses
-    from torch_problems import sentence_model
-
-    from infonce.torch import sentence_transformers as ours
 
     def run(module: Any) -> list[Any]:
         model = sentence_model(width=16).double()
@@ -141,35 +159,12 @@ def test_sentence_transformers_over_ranks(tmp_path: Path) -> None:
     """DDP with `gather_across_devices` has the negatives of both processes, and the same
     training."""
     pytest.importorskip("sentence_transformers")
-    environment = {**os.environ, "INFONCE_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANKS, str(rank), str(tmp_path), repr(OVER_RANKS)],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        outputs = [process.communicate(timeout=180)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [p.returncode for p in processes] == [0, 0], "\n".join(outputs)
+    run_ranks(["-c", RANKS], 2, str(tmp_path), repr(OVER_RANKS))
     for rank in range(2):
         out = torch.load(tmp_path / f"{rank}.pt")
         for case in range(len(OVER_RANKS)):
             for got, want in zip(out["ours", case], out["theirs", case], strict=True):
                 torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
-
-
-def test_what_sentence_transformers_has_alone() -> None:
-    util = pytest.importorskip("sentence_transformers.util")
-    from infonce.torch.sentence_transformers import MultipleNegativesRankingLoss
-
-    with pytest.raises(ValueError, match=r"similarity_fct: expected cos_sim or .* euclid"):
-        MultipleNegativesRankingLoss(None, similarity_fct=util.euclidean_sim)
-    with pytest.raises(ValueError, match="embeddings: expected queries and documents, got 1 col"):
-        MultipleNegativesRankingLoss(None).compute_loss_from_embeddings([torch.ones(2, 3)], None)
 
 
 GUIDED = [
@@ -180,71 +175,49 @@ GUIDED = [
 ]
 
 
-def tokens(model: Any, columns: int) -> list[dict[str, Any]]:
-    read = getattr(model, "preprocess", model.tokenize)
-    return [read(texts[:9]) for texts in sentences(columns).values()]
-
-
 @pytest.mark.parametrize("columns", [2, 3])
 def test_guided_losses(columns: int) -> None:
     """Values and gradients of the model, by a guide that reads the same tokens, or other ones."""
-    pytest.importorskip("sentence_transformers")
-    from sentence_transformers.sentence_transformer import losses
-    from torch_problems import sentence_model
-
-    from infonce.torch import sentence_transformers as ours
-
+    losses, ours = load_losses()
     model, guide = (sentence_model(width=width, dropout=0.0).double() for width in (16, 8))
     plain = [("GISTEmbedLoss", *step) for step in enumerate(GUIDED)]
     for name, step, settings in [*plain, ("CachedGISTEmbedLoss", 1, GUIDED[1])]:
         guide.max_seq_length = 128 if step % 2 else 20  # of fewer tokens, the texts are read anew
         cached = {"mini_batch_size": 4} if name.startswith("Cached") else {}
-        results = []
-        for module in (ours, losses):
-            kind = getattr(module, name)(model, guide, **settings, **cached)
-            assert kind.must_retokenize == (step % 2 == 0)
-            model.zero_grad()
-            loss = kind(tokens(model, columns), None)
-            loss.backward()
-            results.append([loss.detach(), *(p.grad for p in model.parameters())])
-        for got, want in zip(*results, strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-10)
+        kinds = [getattr(m, name)(model, guide, **settings, **cached) for m in (ours, losses)]
+        assert {kind.must_retokenize for kind in kinds} == {step % 2 == 0}
+        got, want = (differentiate(model, kind, columns) for kind in kinds)
+        torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize(
     "name", ["MultipleNegativesRankingLoss", "GISTEmbedLoss", "CachedGISTEmbedLoss"]
 )
 def test_prefixes_by_their_own_matryoshka_loss(name: str) -> None:
-    pytest.importorskip("sentence_transformers")
-    from sentence_transformers.sentence_transformer import losses
-    from torch_problems import sentence_model
-
-    from infonce.torch import sentence_transformers as ours
-
-    model, guide = (sentence_model(width=width, dropout=0.0).double() for width in (16, 8))
+    losses, ours = load_losses()
+    models = [sentence_model(width=width, dropout=0.0).double() for width in (16, 8)]
     results = []
     for module in (ours, losses):
-        models = (model,) if name.startswith("Multiple") else (model, guide)
-        loss = losses.MatryoshkaLoss(model, getattr(module, name)(*models), [16, 8, 4], [1, 2, 0.5])
-        model.zero_grad()
-        value = loss(tokens(model, 2), None)
-        value.backward()
-        results.append([value.detach(), *(p.grad for p in model.parameters())])
-    for got, want in zip(*results, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-10)
+        plain = getattr(module, name)(*models[: 1 if name.startswith("Multiple") else 2])
+        loss = losses.MatryoshkaLoss(models[0], plain, [16, 8, 4], [1, 2, 0.5])
+        results.append(differentiate(models[0], loss, 2))
+    torch.testing.assert_close(*results, rtol=1e-8, atol=1e-10)
 
 
-def test_what_gist_has_alone() -> None:
-    pytest.importorskip("sentence_transformers")
-    from torch_problems import sentence_model
+def test_what_is_refused() -> None:
+    _, ours = load_losses()
+    from sentence_transformers import util
 
-    from infonce.torch.sentence_transformers import GISTEmbedLoss
-
+    column = torch.ones(2, 3)
+    with pytest.raises(ValueError, match=r"similarity_fct: expected cos_sim or .* euclid"):
+        ours.MultipleNegativesRankingLoss(None, similarity_fct=util.euclidean_sim)
+    with pytest.raises(ValueError, match="embeddings: expected queries and documents, got 1 col"):
+        ours.MultipleNegativesRankingLoss(None).compute_loss_from_embeddings([column], None)
     model = sentence_model(width=8)
     with pytest.raises(ValueError, match='margin_strategy: expected "absolute" with a margin'):
-        GISTEmbedLoss(model, model, margin_strategy="relative", margin=0.1)
+        ours.GISTEmbedLoss(model, model, margin_strategy="relative", margin=0.1)
     with pytest.raises(ValueError, match="embeddings: expected anchors and positives, got 1 col"):
-        GISTEmbedLoss(model, model)(tokens(model, 1), None)
+        ours.GISTEmbedLoss(model, model)(tokens(model, 1), None)
 
 
 @pytest.mark.parametrize(
@@ -252,9 +225,7 @@ def test_what_gist_has_alone() -> None:
 )
 def test_the_class_with_own_negatives(base: str) -> None:
     """The class of docs/migrating.md, also with gradient caching."""
-    pytest.importorskip("sentence_transformers")
-    from torch_problems import sentence_model
-
+    load_losses()
     page = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text()
     (example,) = re.findall(r"^```python\n([^`]*class OwnNegativesLoss.*?)^```", page, re.M | re.S)
     names: dict[str, Any] = {}

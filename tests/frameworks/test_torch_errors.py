@@ -46,12 +46,8 @@ def test_bad_calls_are_those_of_arrays(
 
 NUMBERS = [
     (torch.ones(2), TypeError, r".* a tensor of one number, got Tensor of shape \(2,\)"),
-    (torch.tensor(0.0), ValueError, "expected a positive number, got 0.0"),
     (torch.tensor(-2.0, requires_grad=True), ValueError, "expected a positive number, got -2.0"),
-    (torch.tensor(torch.nan), ValueError, "expected a finite number, got nan"),
     (torch.tensor(True), TypeError, "expected a number or an array of one number, got"),
-    (0.0, ValueError, "expected a positive number, got 0.0"),
-    ("1", TypeError, "expected a number or an array of one number, got '1'"),
 ]
 
 
@@ -78,9 +74,8 @@ def test_errors() -> None:
         it.clip_loss(image, text.to("meta"), scale=1.0)
     with pytest.raises(ValueError, match=r"image: expected a tensor on cpu or cuda, got.*meta"):
         it.clip_loss(image.to("meta"), text.to("meta"), scale=1.0)
-    for one in (1.0, torch.tensor(1.0)):
-        with pytest.raises(ValueError, match="temperature, scale: expected one of them, got both"):
-            it.clip_loss(image, text, scale=1.0, temperature=one)
+    with pytest.raises(ValueError, match="temperature, scale: expected one of them, got both"):
+        it.clip_loss(image, text, scale=1.0, temperature=torch.tensor(1.0))
     with pytest.raises(TypeError, match="unexpected keyword argument 'wrt': gradients are autogr"):
         it.clip_loss(image, text, scale=1.0, wrt=["image"])
 
@@ -110,52 +105,27 @@ def test_an_unknown_keyword_is_named_with_the_nearest() -> None:
         it.nt_xent_loss(image, scale=1.0, labels=torch.arange(12))
 
 
-def test_double_backward_says_no() -> None:
-    z = features("clip")
-    with pytest.raises(RuntimeError, match=r"create_graph: expected False.*differentiated again"):
-        torch.autograd.grad(it.clip_loss(*z, scale=2.0), z, create_graph=True)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own forward mode
-def test_transforms_that_say_no() -> None:
+def test_vmap_of_vectors_is_refused() -> None:
+    """As of features, for which test_torch_nodes.py has other transforms."""
     image, text = (z.detach() for z in features("clip"))
+    ones = torch.ones(2, len(image))
 
-    def loss(image: Any, reduction: str = "mean") -> Any:
-        return it.clip_loss(image, text, scale=2.0, reduction=reduction).sum()
-
-    def forward_mode() -> Any:
-        with torch.autograd.forward_ad.dual_level():
-            return loss(torch.autograd.forward_ad.make_dual(image, image))
+    def loss(image: Any) -> Any:
+        return it.clip_loss(image, text, scale=2.0)
 
     several = torch.stack([image, 2 * image])
-    for call_it in (lambda: torch.func.jvp(loss, (image,), (image,)), forward_mode,
-                    lambda: torch.func.jacfwd(loss)(image),
-                    lambda: torch.func.hessian(loss)(image)):  # fmt: skip
-        with pytest.raises(
-            RuntimeError, match=r"^forward mode.*not supported.*use backward\(\) or"
-        ):
-            call_it()
-    leaf = image.clone().requires_grad_()
-    ones = torch.ones(2, len(image))
-    for call_it in (lambda: torch.vmap(loss)(several),
-                    lambda: torch.vmap(lambda w: it.clip_loss(image, text, scale=1.0, weights=w))(
-                        ones),
-                    lambda: torch.vmap(lambda i: it.clip_loss(image, text, scale=1.0, ids=i))(
-                        ones.long()),
-                    lambda: torch.vmap(lambda b: it.lit_loss(image, text, scale=1.0, key_bias=b))(
-                        ones),
-                    lambda: torch.no_grad()(torch.vmap(loss))(several),
-                    lambda: torch.vmap(torch.func.grad(loss))(several),
-                    lambda: torch.func.jacrev(loss)(image),
-                    lambda: torch.autograd.grad(loss(leaf), leaf, torch.ones(2),
-                                                is_grads_batched=True)):  # fmt: skip
+    for run, batch in (
+        (lambda w: it.clip_loss(image, text, scale=1.0, weights=w), ones),
+        (lambda i: it.clip_loss(image, text, scale=1.0, ids=i), ones.long()),
+        (lambda b: it.lit_loss(image, text, scale=1.0, key_bias=b), ones),
+        (torch.func.grad(loss), several),
+    ):
         with pytest.raises(RuntimeError, match=r"^torch\.vmap.*not supported.*call them in a loop"):
-            call_it()
-    first = torch.func.grad(loss)
-    with pytest.raises(RuntimeError, match=r"^gradients.*cannot be differentiated again"):
-        torch.func.grad(lambda z: first(z).sum())(image)
+            torch.vmap(run)(batch)
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"^torch\.vmap.*not supported"):
+        torch.vmap(loss)(several)
     # a gradient that nobody differentiates again is none the less one
-    assert torch.func.grad(loss)(leaf).shape == leaf.shape
+    assert torch.func.grad(loss)(image.requires_grad_()).shape == image.shape
 
 
 @pytest.mark.parametrize("name", spec.VECTOR_OPTIONS)

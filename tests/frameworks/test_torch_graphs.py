@@ -12,15 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 import torch._dynamo.testing  # noqa: E402, F811
 import torch._functorch.config  # noqa: E402
-from torch_problems import (  # noqa: E402
-    FORMS,
-    LOSSES,
-    MODULES,
-    arguments,
-    call,
-    features,
-    with_options,
-)
+from torch_problems import FORMS, MODULES, arguments, call, features, with_options  # noqa: E402
 
 import infonce.torch as it  # noqa: E402
 
@@ -29,7 +21,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated"),
 ]
 WAYS = ["eager", "aot_eager", "export"]
-each_loss = pytest.mark.parametrize("loss", LOSSES)
 
 
 class Run(torch.nn.Module):
@@ -69,7 +60,7 @@ REFUSED = "create_graph: expected False.*differentiated again|does not currently
 @torch._functorch.config.patch(donated_buffer=False)  # with it, AOT refuses to keep the graph
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    ("loss", "options"), [*((loss, {}) for loss in LOSSES), ("clip", {"dims": (2, 5)})]
+    ("loss", "options"), [("clip", {}), ("siglip", {}), ("sup_con", {}), ("clip", {"dims": (2, 5)})]
 )
 def test_second_derivatives_are_refused(loss: str, way: str, options: dict[str, Any]) -> None:
     """Not left out of the sum, also where the features are computed in the same graph."""
@@ -123,7 +114,7 @@ def test_first_derivatives_inside_of_another_node() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@each_loss
+@pytest.mark.parametrize("loss", ["clip", "lit", "sup_con"])
 def test_an_exported_loss_trains(loss: str, form: str) -> None:
     """Whether or not the examples required gradients."""
     z = features(loss)
@@ -160,17 +151,18 @@ CHANGING: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
     "dim_weights": ("info_nce", lambda v: {"dims": (2, 5), "dim_weights": (v, 1.0), "scale": 2.0}),
 }
 VALUES: dict[str, Any] = {
-    "float": [0.1 * n for n in range(1, 13)],
-    "int": range(1, 13),
-    "NumPy": np.linspace(0.1, 1.0, 12),
+    "float": [0.1 * n for n in range(1, 6)],
+    "int": range(1, 6),
+    "NumPy": np.linspace(0.1, 1.0, 5),
 }
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize(
-    ("name", "values"),  # the compiler does not tell the dtype of a NumPy number in dim_weights
-    [pair for pair in product(CHANGING, VALUES) if pair != ("dim_weights", "NumPy")],
-)
+    ("name", "values", "dynamic"),
+    [*product(["temperature"], VALUES, [None, True]),
+     *product(["scale", "bias", "dim_weights"], ["float"], [None]),
+     *product(["bias", "dim_weights"], ["int"], [True])],
+)  # fmt: skip
 def test_a_number_that_changes_is_compiled_twice(name: str, values: str, dynamic: Any) -> None:
     """At most: as a constant, and as an input of the graph."""
     loss, options = CHANGING[name]
@@ -187,7 +179,7 @@ def test_a_number_that_changes_is_compiled_twice(name: str, values: str, dynamic
     assert counter.frame_count <= 2
 
 
-@pytest.mark.parametrize("name", ["temperature", "scale", "bias"])
+@pytest.mark.parametrize("name", ["temperature", "bias"])
 def test_a_number_of_a_module_that_changes_is_compiled_twice(name: str) -> None:
     loss = "siglip" if name == "bias" else "clip"
     module = MODULES[loss](**{"scale": 2.0} if name == "bias" else {})
@@ -201,7 +193,7 @@ def test_a_number_of_a_module_that_changes_is_compiled_twice(name: str) -> None:
     assert counter.frame_count <= 2
 
 
-@pytest.mark.parametrize("value", [-1.0, 0.0, math.nan, math.inf])
+@pytest.mark.parametrize("value", [-1.0, math.nan])
 def test_a_number_that_becomes_wrong_is_named(value: float) -> None:
     z = features("clip")
     torch.compiler.reset()

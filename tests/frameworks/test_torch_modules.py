@@ -12,16 +12,7 @@ from judge import judged, pairs
 
 torch = pytest.importorskip("torch")
 import torch_wrappers  # noqa: E402
-from torch_problems import (  # noqa: E402
-    FORMS,
-    LOSSES,
-    MODULES,
-    STEPS,
-    arguments,
-    call,
-    features,
-    with_options,
-)
+from torch_problems import LOSSES, MODULES, STEPS, arguments, call, features  # noqa: E402
 
 import infonce  # noqa: E402
 import infonce.torch as it  # noqa: E402
@@ -38,15 +29,10 @@ def test_a_module_is_its_function(loss: str) -> None:
     module = MODULES[loss]
     for options in ({"temperature": 0.5}, {"scale": 3.0, "normalize": True, "reduction": "sum"}):
         want = call(loss, z, **options)
-        torch.testing.assert_close(module(**options)(*args), want, rtol=0, atol=0)
-        torch.testing.assert_close(module()(*args, **options), want, rtol=0, atol=0)
-        assert all(
-            f"{name}={value!r}" in repr(module(**options)) for name, value in options.items()
-        )
-    torch.testing.assert_close(
-        module(scale=1.0, normalize=True)(*args, scale=2.0),
-        call(loss, z, scale=2.0, normalize=True), rtol=0, atol=0,
-    )  # fmt: skip
+        made = module(**options)
+        for got in (made(*args), module()(*args, **options)):
+            torch.testing.assert_close(got, want, rtol=0, atol=0)
+        assert all(f"{name}={value!r}" in repr(made) for name, value in options.items())
     if loss == "siglip":
         assert torch.equal(module()(*z), it.siglip_loss(*z))
         assert torch.equal(module()(*z, -4.0), it.siglip_loss(*z, -4.0))
@@ -87,18 +73,15 @@ def test_numbers_at_the_ends_are_silent() -> None:
         jax.value_and_grad(lambda s, a: ij.clip_loss(a, a, scale=s))(half, jnp.asarray(rows))
     with pytest.raises(ValueError, match=r"temperature: expected a number in .* got 1e-09"):
         it.clip_loss(tensor, tensor, temperature=1e-9)
-    with pytest.raises(ValueError, match="temperature: expected a positive number, got 0"):
-        it.clip_loss(tensor, tensor, temperature=0)
 
 
 # --- learned numbers ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", ["clip", "siglip"])
 def test_a_learnable_module_trains_its_scale(loss: str) -> None:
     """A learnable scale trains as a parameter of the model does, and is part of the state."""
-    z = features(loss, 16)
-    args = arguments(loss, [side.detach() for side in z])
+    z = [side.detach() for side in features(loss, 16)]
     module = MODULES[loss](learnable=True, scale=4.0, normalize=True).double()
     names = ["log_scale", "bias"] if loss == "siglip" else ["log_scale"]
     assert list(dict(module.named_parameters())) == names == list(module.state_dict())
@@ -111,9 +94,8 @@ def test_a_learnable_module_trains_its_scale(loss: str) -> None:
     ]
     for _ in range(STEPS):
         options = {"bias": bias} if loss == "siglip" else {}
-        want = call(loss, args[:1] if loss == "sup_con" else args, scale=log_scale.exp(),
-                    normalize=True, **options)  # fmt: skip
-        for value, optimizer in zip((module(*args), want), optimizers, strict=True):
+        want = call(loss, z, scale=log_scale.exp(), normalize=True, **options)
+        for value, optimizer in zip((module(*z), want), optimizers, strict=True):
             torch.testing.assert_close(value, want)
             optimizer.zero_grad()
             value.backward()
@@ -123,41 +105,7 @@ def test_a_learnable_module_trains_its_scale(loss: str) -> None:
         torch.testing.assert_close(module.state_dict()[name], leaf.detach().reshape(1))
     loaded = MODULES[loss](learnable=True, temperature=0.07, normalize=True).double()
     loaded.load_state_dict(module.state_dict())
-    assert torch.equal(loaded(*args), module(*args))
-
-
-# limit, log_scale beyond it; and the features whose loss has a gradient that leads farther away
-@pytest.mark.parametrize("way", ["eager", "compile"])
-@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
-def test_a_scale_that_trained_at_its_limit_comes_back(optimizer: str, way: str) -> None:
-    """After many steps against the limit, a few steps in the other direction lead back."""
-    module = it.CLIPLoss(learnable=True, scale=19.0, max_scale=20.0)
-    image, lr = torch.eye(8), {"SGD": 1.0, "Adam": 0.01}[optimizer]
-    steps = getattr(torch.optim, optimizer)(module.parameters(), lr=lr)
-    torch.compiler.reset()
-    run = torch.compile(module, fullgraph=True, backend="aot_eager") if way == "compile" else module
-
-    def train(text: Any) -> float:
-        steps.zero_grad()
-        # a constant factor: gradients at the limit are small for perfect pairs
-        (1e6 * run(image, text)).backward() if text is image else run(image, text).backward()
-        steps.step()
-        return float(module.log_scale.detach())
-
-    at_limit = [train(image) for _ in range(200)]
-    assert at_limit[-1] >= math.log(20.0)  # it went beyond
-    # SGD: one step of at most 1e6 |dL/dlog_scale|; Adam: its momentum, of about ten steps
-    most = 1e6 * 20 * 7 * math.exp(-19) if optimizer == "SGD" else 10 * lr
-    assert at_limit[-1] <= math.log(20.0) + most
-    back = [train(image.roll(1, 0)) for _ in range(20)]
-    assert min(back) < math.log(20.0)
-
-
-def test_no_limit() -> None:
-    free = it.CLIPLoss(learnable=True, scale=200.0, max_scale=math.inf)
-    z = features("clip")
-    assert torch.equal(free(*z), it.clip_loss(*z, scale=free.log_scale.exp()))
-    assert free.log_scale.exp().item() == pytest.approx(200.0, rel=1e-6)
+    assert torch.equal(loaded(*z), module(*z))
 
 
 @pytest.mark.gpu
@@ -210,42 +158,28 @@ def test_keywords_of_a_call_take_the_place_of_learned_numbers() -> None:
 # --- settings -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("loss", "compiled"), [*((loss, False) for loss in LOSSES), ("clip", True), ("siglip", True)]
-)
+@pytest.mark.parametrize(("loss", "compiled"), [("clip", False), ("siglip", True)])
 def test_a_setting_that_changes_is_followed(loss: str, compiled: bool) -> None:
     """The next call follows attributes that were given at construction, and that were not."""
     z = [2 * side.detach() for side in features(loss)]
-    args = arguments(loss, z)
     module = MODULES[loss](temperature=0.5)
     torch.compiler.reset()
     run = torch.compile(module, fullgraph=True, backend="aot_eager") if compiled else module
     now: dict[str, Any] = {"temperature": 0.5}
     changes = [("temperature", 0.25), ("normalize", True), ("reduction", "sum"),
                ("temperature", torch.tensor(0.3)), ("temperature", None), ("scale", 3.0),
-               ("weights", torch.linspace(0.5, 2.0, 12 // (1 + (loss == "nt_xent")))),
+               ("weights", torch.linspace(0.5, 2.0, 12)),
                ("normalize", False)]  # fmt: skip
     if loss == "siglip":
         changes.append(("bias", -1.0))
-    if loss == "nt_xent":
-        changes = [change for change in changes if change[0] != "weights"]
     for name, value in changes:
         setattr(module, name, value)
         assert getattr(module, name) is value
         now[name] = value
         given = {key: value for key, value in now.items() if value is not None}
         if "temperature" in given or "scale" in given:
-            torch.testing.assert_close(run(*args), call(loss, z, **given))
+            torch.testing.assert_close(run(*z), call(loss, z, **given))
         assert f"{name}=" in repr(module)
-
-
-def test_limits_that_change_are_followed() -> None:
-    module = it.CLIPLoss(learnable=True, scale=20.0)
-    z = features("clip")
-    module.max_scale = 5
-    assert torch.equal(module(*z), it.clip_loss(*z, scale=5.0))
-    module.max_scale, module.min_scale = math.inf, 30.0
-    assert torch.equal(module(*z), it.clip_loss(*z, scale=30.0))
 
 
 def test_a_parameter_may_come_later() -> None:
@@ -290,8 +224,6 @@ def test_a_setting_that_is_refused_changes_nothing(
     ("options", "error", "words"),
     [
         ({}, ValueError, "temperature, scale: expected one of them, got neither"),
-        ({"scale": 1.0, "temperature": 1.0}, ValueError, "temperature, scale: expected one of th"),
-        ({"scale": -1.0}, ValueError, "scale: expected a positive number, got -1.0"),
         ({"scale": 200.0}, ValueError, "max_scale: expected at least the scale, 200.0, got 100.0"),
         ({"scale": 1.0, "max_scale": "9"}, TypeError, "max_scale: expected a number or an array"),
         ({"scale": torch.nn.Parameter(torch.ones(()))}, ValueError,
@@ -311,12 +243,11 @@ def test_what_cannot_be_learned(
         it.CLIPLoss(**{"learnable": True, **options})
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", ["clip", "siglip"])
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"temperature": -1}, "temperature: expected a positive number, got -1"),
-        ({"temperature": 0}, "temperature: expected a positive number, got 0"),
         ({"scale": math.nan}, "scale: expected a finite number, got nan"),
         ({"scale": torch.nn.Parameter(torch.tensor(-2.0))}, "scale: expected a positive number"),
         ({"scale": torch.ones(2)}, "scale: expected a number or an array of one number"),
@@ -373,12 +304,12 @@ def assert_rounded_once(got: Any, want: Any) -> None:
     assert ((got == 0) & (abs(want) > 2.0**-25)).mean() < 1e-3
 
 
-@pytest.mark.parametrize("way", ["eager", "again", "rows", "compiled", "func", "jax", "jit"])
-@pytest.mark.parametrize("loss", ["clip", "gte", "info_nce", "lit", "nt_xent"])
-@pytest.mark.parametrize("form", FORMS)
-def test_a_large_upstream_gradient_of_float16_features(form: str, loss: str, way: str) -> None:
-    if form == "module" and way in ("jax", "jit"):
-        pytest.skip("JAX has no modules")
+@pytest.mark.parametrize(
+    ("loss", "way"),
+    [*(("clip", way) for way in ("eager", "again", "rows", "compiled", "func", "jax", "jit")),
+     *((loss, "eager") for loss in ("gte", "info_nce", "lit", "nt_xent"))],
+)  # fmt: skip
+def test_a_large_upstream_gradient_of_float16_features(loss: str, way: str) -> None:
     z, scale = fitted(loss)
     want = judged(loss, tuple(z), scale=scale)
     assert 3e-6 < want.loss < 3e-5
@@ -394,10 +325,9 @@ def test_a_large_upstream_gradient_of_float16_features(form: str, loss: str, way
         run = jax.grad(upscaled, tuple(range(len(wanted))))
         grads = (jax.jit(run) if way == "jit" else run)(*map(jax.numpy.asarray, z))
     else:
-        run_loss = with_options(form, loss, scale=scale, reduction=reduction)
 
         def step(*z: Any) -> Any:
-            return SCALER * run_loss(*z).mean()
+            return SCALER * call(loss, z, scale=scale, reduction=reduction).mean()
 
         leaves = [torch.tensor(side, requires_grad=True) for side in z]
         if way == "compiled":
@@ -415,8 +345,9 @@ def test_a_large_upstream_gradient_of_float16_features(form: str, loss: str, way
         assert_rounded_once(got, expected)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "compiled"), [(torch.float16, False), (torch.bfloat16, False), (torch.bfloat16, True)]
+)
 def test_the_gradient_of_a_scale_is_rounded_once(dtype: Any, compiled: bool) -> None:
     z, number = fitted("clip")
     want = SCALER * judged("clip", tuple(z), scale=number).grads["scale"]

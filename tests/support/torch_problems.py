@@ -2,8 +2,11 @@
 and trainings with another project's loss."""
 
 import functools
+import os
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -95,6 +98,27 @@ def with_options(form: str, loss: str, **options: Any) -> Callable[..., Any]:
         return functools.partial(getattr(it, f"{loss}_loss"), **options)
     module: Callable[..., Any] = MODULES[loss](**options)
     return module
+
+
+def run_ranks(
+    program: Sequence[str], size: int, *arguments: str, codes: Sequence[int] = ()
+) -> None:
+    """Runs `python PROGRAM RANK ARGUMENTS` of each rank; they end with these exit codes, or 0."""
+    environment = {**os.environ, "INFONCE_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *program, str(rank), *arguments], env=environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    try:
+        outputs = [process.communicate(timeout=300)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    expected = [*codes] or [0] * size
+    assert [process.returncode for process in processes] == expected, "\n".join(outputs)
 
 
 def sentence_model(width: int = 128, dropout: float = 0.1, positions: int = 128) -> Any:

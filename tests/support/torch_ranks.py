@@ -28,8 +28,6 @@ from infonce.torch import inf_cl, lightly, memory_efficient_clip, open_clip, sig
 
 SIZES = [5, 9, 2]  # rows of each rank
 WIDTH = 6
-FUNCTIONS = ["info_nce", "lit", "nt_xent", "sup_con", "gte"]  # clip and siglip are trained
-CLASSES = torch.arange(sum(SIZES)) % 4  # labels of sup_con: a class has rows on several ranks
 
 
 class Model(torch.nn.Module):
@@ -83,38 +81,6 @@ def train(loss: str, rank: int, size: int, batch_size: int, device: str = "cpu")
         name.removeprefix("module."): p.detach().cpu() for name, p in model.named_parameters()
     }
     return {"losses": torch.stack(losses).cpu(), **parameters}
-
-
-def shards(name: str, batch: list[Any], rank: int, size: int) -> list[Any]:
-    """This rank's rows of each argument of a function."""
-    if name == "nt_xent":  # an even number of rows on each rank
-        return [batch[0][2 * rank : 2 * rank + 2]]
-    sides = batch[:1] if name == "sup_con" else batch
-    return [side.split(SIZES[:size])[rank] for side in sides]
-
-
-def functions(rank: int, size: int, device: str) -> dict[str, Any]:
-    """For each function: the loss over the ranks, and the gradients of this rank's rows."""
-    world, out = dist.group.WORLD, {}
-    batch = [side.to(device) for side in batches(size, 1)[0]]
-    for name in FUNCTIONS:
-        rows = [side.clone().requires_grad_() for side in shards(name, batch, rank, size)]
-        labels = [CLASSES.split(SIZES)[rank].to(device)] if name == "sup_con" else []
-        scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
-        function = getattr(it, f"{name}_loss")
-        exchange = {"info_nce": "ring"}.get(name, "gather")
-        options = {"scale": scale, "normalize": True, "group": world, "exchange": exchange}
-        loss = function(*rows, *labels, **options, gradient_scale="global")
-        wanted = [*rows[: 1 if name == "lit" else 2], scale]
-        first = torch.autograd.grad(2 * loss, wanted, retain_graph=True)
-        second = torch.autograd.grad(3 * loss, wanted)  # computes again, on all ranks
-        for a, b in zip(first, second, strict=True):
-            torch.testing.assert_close(1.5 * a, b)
-        with torch.no_grad():
-            loss_only = function(*rows, *labels, **options)
-        assert torch.equal(loss_only, loss)
-        out[name] = [value.cpu() for value in (loss.detach(), *first)]
-    return out
 
 
 # --- gradient caching -----------------------------------------------------------------------------
@@ -466,9 +432,8 @@ def main(cases: str, rank: int, size: int, folder: Path, device: str = "cpu") ->
         if case in ("clip", "siglip"):
             out = train(case, rank, size, size, device)
         else:
-            cases_of = {"functions": functions, "drop_ins": drop_ins, "failures": failures,
-                        "cached": cached, "groups": groups, "caught": caught, "late": late,
-                        "queue": queue}  # fmt: skip
+            cases_of = {"drop_ins": drop_ins, "failures": failures, "cached": cached, "late": late,
+                        "groups": groups, "caught": caught, "queue": queue}  # fmt: skip
             out = cases_of[case](rank, size, device)
         torch.save(out, folder / f"{case}-{rank}.pt")
     if case in ("failures", "caught"):

@@ -29,8 +29,11 @@ RANKS = {"cpu": 0, "cuda": 2}  # 0: as many as the trouble wants
 Say = Callable[..., None]
 
 
-def fork_ranks(size: int, output: Path, device: str, work: Callable[[int, Say], None]) -> None:
-    """Run `work` on so many ranks, which write what they say to `output`, and wait for them."""
+def fork_ranks(
+    size: int, output: Path, device: str, work: Callable[[int, Say], None], culprit: int = -1
+) -> None:
+    """Run `work` on so many ranks, which write what they say to `output`, and wait for them, but
+    not for the `culprit` alone."""
     store = output.with_suffix(".store")
     with output.open("a") as file:
 
@@ -61,7 +64,8 @@ def fork_ranks(size: int, output: Path, device: str, work: Callable[[int, Say], 
             ended = {process for process in left if os.waitpid(process, os.WNOHANG)[0]}
             left -= ended
             if ended and len(left) == 1:
-                end = min(end, time.monotonic() + PATIENCE)
+                of_culprit = left == {processes[culprit]} if culprit >= 0 else False
+                end = min(end, time.monotonic() + (0 if of_culprit else PATIENCE))
             time.sleep(0.05)
         for process in left:
             os.kill(process, signal.SIGKILL)
@@ -143,5 +147,6 @@ if __name__ == "__main__":
             getattr(it, f"{name}_loss")(*features(0, name, DEVICE), scale=1.0).backward()
     for seed in range(first, last):
         trouble = Trouble(seed, RANKS[DEVICE])
-        fork_ranks(trouble.ranks, folder / f"{seed}.txt", DEVICE, make_trouble(trouble, DEVICE))
+        work = make_trouble(trouble, DEVICE)
+        fork_ranks(trouble.ranks, folder / f"{seed}.txt", DEVICE, work, trouble.culprit)
     fork_ranks(RANKS[DEVICE] or 3, folder / "differ.txt", DEVICE, differ)

@@ -170,8 +170,7 @@ def single_precision() -> None:
     jax.config.update("jax_enable_x64", False)
     hashes = (np.arange(6 * R) % 7 << 40) + 5  # without their upper halves, all the same
     for name, dtype, tolerance in (
-        ("clip", "float32", 1e-5), ("nt_xent", "float32", 1e-5), ("info_nce", "bfloat16", 2e-2),
-        ("clip", "float16", 2e-3), ("siglip", "float32", 1e-5),
+        ("clip", "float32", 1e-5), ("nt_xent", "float32", 1e-5), ("info_nce", "bfloat16", 2e-2)
     ):  # fmt: skip
         z = features(name, dtype=jnp.dtype(dtype))
         options = {"ids": hashes} if dtype == "float32" else {}

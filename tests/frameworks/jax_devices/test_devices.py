@@ -49,12 +49,8 @@ def test_compiled_programs_and_loops(devices: int, case: str) -> None:
     run("programs_over_devices.py", devices, case)
 
 
-def test_derivatives_and_transforms() -> None:
-    run("losses_over_devices.py", 4, "modes", "transforms")
-
-
-def test_dtypes_and_tables() -> None:
-    run("losses_over_devices.py", 4, "single_precision", "table")
+def test_derivatives_transforms_tables_and_dtypes() -> None:
+    run("losses_over_devices.py", 4, "modes", "transforms", "table", "single_precision")
 
 
 def test_errors_and_documentation() -> None:
@@ -72,6 +68,6 @@ def test_two_processes() -> None:
 
 @pytest.mark.skipif(bool(engine.missing()), reason=engine.missing())
 def test_callbacks_of_gpus_on_the_emulator() -> None:
-    losses = "clip", "nt_xent", "siglip", "sup_con", "clip guide", "distill"
+    losses = "nt_xent", "siglip", "sup_con", "clip guide", "distill"
     (output,) = outputs([start("emulated_devices.py", 1, "3", *losses)])
     assert output.count("is equal") == len(losses), output

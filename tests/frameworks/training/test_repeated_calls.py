@@ -14,9 +14,11 @@ from infonce.torch.core import autograd, repeated  # noqa: E402
 
 pytestmark = [pytest.mark.extras, pytest.mark.usefixtures("no_templates")]
 ARGUMENTS = {"clip": 2, "lit": 2, "info_nce": 2, "nt_xent": 1, "siglip": 2}
-OPTIONS: list[dict[str, Any]] = [
-    {}, {"normalize": True}, {"margin": 0.1}, {"reduction": "sum", "normalize": True},
-    {"precision": "fp64"},
+F32, F64 = torch.float32, torch.float64
+CASES: list[tuple[str, Any, dict[str, Any]]] = [  # of float64, other products have no template
+    *(("clip", F32, options) for options in ({"margin": 0.1}, {"precision": "fp64"})),
+    *((loss, F32, {}) for loss in ARGUMENTS),
+    *((loss, F64, {"reduction": "sum", "normalize": True}) for loss in ARGUMENTS),
 ]  # fmt: skip
 
 
@@ -43,17 +45,10 @@ def bits(loss: str, features: list[Any], numbers: dict[str, Any], options: dict[
     return [None if z is None else (z.dtype, z.numpy().tobytes()) for z in (value.detach(), *grads)]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: ",".join(o) or "plain")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("loss", ARGUMENTS)
+@pytest.mark.parametrize(("loss", "dtype", "options"), CASES)
 def test_the_same_bits(
     loss: str, dtype: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if loss == "siglip" and "margin" in options:
-        options = {}
-    if dtype == torch.float64 and "normalize" not in options:
-        options = {**options, "normalize": True}  # other float64 products are checked each time
-
     def all_bits() -> list[Any]:
         results = []
         for seed in range(3):
@@ -70,34 +65,34 @@ def test_the_same_bits(
 
 
 @pytest.mark.parametrize(
-    ("keywords", "message"),
+    ("loss", "keywords", "message"),
     [
-        ({"scale": torch.tensor(-1.0)}, "scale: expected a positive number, got -1.0"),
-        ({"scale": torch.tensor(float("nan"))}, "scale: expected a finite number, got nan"),
-        ({"scale": torch.tensor(1e30)}, r"scale: expected a number in .* for products in float32"),
-        ({"scale": torch.tensor(True)}, r"scale: expected a number or an array.*got True|bool"),
-        ({"scale": -3}, "scale: expected a positive number, got -3"),
-        ({"scale": 5.0, "normalize": 1}, "normalize: expected True or False, got int 1"),
-        ({"scale": 5.0, "temperature": 0.2}, "temperature, scale: expected one of them, got both"),
-        ({"temperature": -0.1}, "temperature: expected a positive number, got -0.1"),
+        ("clip", {"scale": torch.tensor(-1.0)}, "scale: expected a positive number, got -1.0"),
+        ("clip", {"scale": torch.tensor(1e30)},
+         r"scale: expected a number in .* for products in float32"),
+        ("clip", {"scale": torch.tensor(True)}, "scale: expected a number or an array.*bool True"),
+        ("clip", {"scale": -3}, "scale: expected a positive number, got -3"),
+        ("clip", {"scale": 5.0, "normalize": 1}, "normalize: expected True or False, got int 1"),
+        ("clip", {"scale": 5.0, "temperature": 0.2},
+         "temperature, scale: expected one of them, got both"),
+        ("clip", {"temperature": -0.1}, "temperature: expected a positive number, got -0.1"),
+        ("siglip", {"scale": 5.0, "bias": torch.tensor(torch.inf)},
+         "bias: expected a finite number, got inf"),
     ],
     ids=str,
-)
-def test_what_is_wrong_is_said_after_a_good_call(keywords: dict[str, Any], message: str) -> None:
-    good = {"scale": torch.tensor(5.0)} if "scale" in keywords else {"temperature": 0.2}
-    if "normalize" in keywords:
-        good["normalize"] = True
-    for features in (batch("clip", torch.float32, seed) for seed in (0, 1)):
-        infonce.torch.clip_loss(*features, **good)
+)  # fmt: skip
+def test_what_is_wrong_is_said_after_a_good_call(
+    loss: str, keywords: dict[str, Any], message: str
+) -> None:
+    good: dict[str, Any] = {"scale": torch.tensor(5.0)} if "scale" in keywords else {
+        "temperature": 0.2}  # fmt: skip
+    values = {"normalize": True, "bias": torch.tensor(-3.0)}
+    good |= {name: value for name, value in values.items() if name in keywords}
+    run = getattr(infonce.torch, f"{loss}_loss")
+    for features in (batch(loss, torch.float32, seed) for seed in (0, 1)):
+        run(*features, **good)
     with pytest.raises((TypeError, ValueError), match=message):
-        infonce.torch.clip_loss(*features, **keywords)
-
-
-def test_bias_that_is_not_finite_is_said_after_a_good_call() -> None:
-    features = batch("siglip", torch.float32, 0)
-    infonce.torch.siglip_loss(*features, scale=5.0, bias=torch.tensor(-3.0))
-    with pytest.raises(ValueError, match="bias: expected a finite number, got inf"):
-        infonce.torch.siglip_loss(*features, scale=5.0, bias=torch.tensor(float("inf")))
+        run(*features, **keywords)
 
 
 def test_temperature_is_not_that_of_an_earlier_call() -> None:

@@ -55,8 +55,13 @@ def towers() -> Any:
     return Tower().double(), Tower().double()
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 10, 64])
-@pytest.mark.parametrize("module", [it.CLIPLoss, it.SigLIPLoss, it.InfoNCELoss, it.GTELoss])
+def assert_same(got: list[Any], want: list[Any]) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("module", "chunk"), [(it.CLIPLoss, 1), (it.SigLIPLoss, 3), (it.CLIPLoss, 10), (it.GTELoss, 64)]
+)
 def test_gradients_are_those_of_one_graph(towers: Any, module: Any, chunk: int) -> None:
     """Gradients equal those of one graph, also of scale and bias. The generator's state does,
     too."""
@@ -71,9 +76,8 @@ def test_gradients_are_those_of_one_graph(towers: Any, module: Any, chunk: int) 
         results.append([loss, torch.rand(1), *gradients(*encoders, criterion)])
         if run is it.grad_cache:
             assert {encoder.largest for encoder in encoders} == {min(chunk, ROWS)}
-    for got, want in zip(*results, strict=True):
-        assert want.abs().max() > 1e-6
-        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-13)
+    assert all(want.abs().max() > 1e-6 for want in results[1])
+    assert_same(*results)
 
 
 def test_example_of_the_docstring(towers: Any) -> None:
@@ -99,8 +103,7 @@ def test_one_encoder_for_two_inputs_and_gradients_that_are_there(towers: Any) ->
         for _ in range(2):
             run([encoder, encoder], batch, it.gte_loss, 4, scale=2.0)
         results.append(gradients(encoder))
-    for got, want in zip(*results, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-13)
+    assert_same(*results)
 
 
 class Model(nn.Module):
@@ -147,21 +150,17 @@ def test_outputs_that_are_parameters(numbers: str, chunk: int) -> None:
             else:
                 loss(*model(*inputs)).backward()
         results.append(gradients(model))
-    for got, want in zip(*results, strict=True):
-        if want is None:  # in cached mode too
-            assert got is None
-        else:
-            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-13)
+    assert_same(*results)  # None in the place of None
 
 
-@pytest.mark.parametrize("chunk", [3, ROWS])
 @pytest.mark.parametrize("encoder", [nn.Identity(), lambda z: z, lambda z: z.view(-1, WIDTH)])
-def test_outputs_that_are_inputs(encoder: Any, chunk: int) -> None:
+def test_outputs_that_are_inputs(encoder: Any) -> None:
     """Inputs that require a gradient get it; one input may be there twice. Others stay as they
     are."""
     image, text = pairs()
     image.requires_grad_()
-    for inputs, loss in (([image, text], it.clip_loss), ([image, image], it.clip_loss)):
+    loss = it.clip_loss
+    for inputs, chunk in (([image, text], 3), ([image, image], ROWS)):
         image.grad = None
         for _ in range(2):
             it.grad_cache([encoder] * 2, inputs, loss, chunk, scale=2.0, normalize=True)
@@ -187,8 +186,7 @@ class StaticOutput(torch.autograd.Function):
         return gradient @ w.T, x.T @ gradient
 
 
-@pytest.mark.parametrize("chunk", [4, ROWS])
-@pytest.mark.parametrize("in_one_encoder", [False, True])
+@pytest.mark.parametrize(("in_one_encoder", "chunk"), [(False, 4), (True, 4), (True, ROWS)])
 def test_outputs_in_static_memory(in_one_encoder: bool, chunk: int) -> None:
     inputs, results = pairs(), []
     for product in (torch.mm, StaticOutput.apply):
@@ -199,8 +197,7 @@ def test_outputs_in_static_memory(in_one_encoder: bool, chunk: int) -> None:
             encoders = lambda a, b, encode=encode: (encode(a), b[:, :4])  # noqa: E731
         loss = it.grad_cache(encoders, inputs, it.clip_loss, chunk, scale=4.0, normalize=True)
         results.append([loss, w.grad])
-    for got, want in zip(*results, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-13)
+    assert_same(*results)
 
 
 @pytest.mark.parametrize("loss", [it.clip_loss, it.lit_loss])
@@ -230,25 +227,6 @@ def test_autocast(towers: Any) -> None:
         torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-7 * float(want.abs().max()))
 
 
-def test_a_loss_that_a_scaler_multiplies(towers: Any) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    criterion, batch = it.CLIPLoss(scale=4.0), pairs()
-    losses = []
-    for loss in (criterion, lambda *z: scaler.scale(criterion(*z))):
-        encoders = copy.deepcopy(towers)
-        torch.manual_seed(1)
-        losses.append([it.grad_cache(encoders, batch, loss, 4), *gradients(*encoders)])
-    for one, times in zip(*losses, strict=True):
-        torch.testing.assert_close(times, 1024.0 * one)
-
-
-class Normalised(nn.Sequential):
-    """One row fewer than it is given."""
-
-    def forward(self, z: Any) -> Any:
-        return z[1:]
-
-
 def no_loss(*_: Any) -> Any:
     raise AssertionError("an error comes before any work")
 
@@ -257,35 +235,19 @@ def no_loss(*_: Any) -> Any:
     ("change", "error", "words"),
     [
         ({"chunk": 0}, ValueError, "chunk: expected at least 1, got 0"),
-        ({"chunk": True}, TypeError, "chunk: expected an integer, got bool True"),
         ({"inputs": torch.ones(2, 3)}, TypeError, "inputs: expected a list or tuple with one "),
         ({"encoders": [nn.Identity()]}, ValueError, "encoders: expected one callable or 2 of them"),
-        ({"encoders": [nn.Identity(), 3]}, TypeError, "encoders: expected a callable, got int 3"),
-        ({"encoders": 3}, TypeError, "encoders: expected a callable, got int 3"),
         ({"loss": 3}, TypeError, "loss: expected a callable, got int 3"),
-        (
-            {"encoders": nn.Identity(), "inputs": [torch.ones(4, 3), torch.ones(5, 3)]},
-            ValueError,
-            r"inputs: expected the same number of rows in each of encoders, got \[4, 5\]",
-        ),
-        (
-            {"encoders": [Normalised(), nn.Identity()]},
-            ValueError,
-            r"encoders\[0\]: expected features of 3 rows, or a tensor of one number, got shape "
-            r"\(2, 3\)",
-        ),
-        (
-            {"encoders": [lambda z: {"features": z}, nn.Identity()]},
-            TypeError,
-            r"encoders\[0\]: expected a function that returns a tensor, or a tuple of them, got",
-        ),
-        (
-            {"encoders": lambda a, b: (a, b, torch.ones(7))},
-            ValueError,
-            r"encoders: expected features of 3 rows, or a tensor of one number, got shape \(7,\)",
-        ),
+        ({"encoders": nn.Identity(), "inputs": [torch.ones(4, 3), torch.ones(5, 3)]}, ValueError,
+         r"inputs: expected the same number of rows in each of encoders, got \[4, 5\]"),
+        ({"encoders": [lambda z: z[1:], nn.Identity()]}, ValueError,
+         r"encoders\[0\]: expected features of 3 rows, or a tensor of one number, got .*\(2, 3\)"),
+        ({"encoders": [lambda z: {"features": z}, nn.Identity()]}, TypeError,
+         r"encoders\[0\]: expected a function that returns a tensor, or a tuple of them, got"),
+        ({"encoders": lambda a, b: (a, b, torch.ones(7))}, ValueError,
+         r"encoders: expected features of 3 rows, or a tensor of one number, got shape \(7,\)"),
     ],
-)
+)  # fmt: skip
 def test_bad_arguments(change: dict[str, Any], error: type[Exception], words: str) -> None:
     arguments = {"encoders": [nn.Identity()] * 2, "inputs": [torch.ones(4, 3)] * 2,
                  "loss": no_loss, "chunk": 3, **change}  # fmt: skip
