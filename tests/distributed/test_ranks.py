@@ -88,28 +88,18 @@ def all_pass(ranks: int, *checks: str, limit: float = LIMIT) -> None:
 
 
 # What so many ranks do. They start once, which takes seconds a process
-OPTIONS = "equal:6:host", "in_turn:40", "cases", "limits:host", "distilled"
-EQUAL = [f"options_over_ranks:{part}" for part in OPTIONS]
+
+
 CHECKS = {
     2: [
-        *EQUAL, "options_over_ranks:ends",
-        "ranks:accuracy:host:mpi:ring",
-        "ranks:offload:host:ring", "options_over_ranks:equal:6:offload to host",
-        "options_over_ranks:distilled:offload to host",
-        "options_over_ranks:own_negatives:offload to host", "ranks_trouble:functions",
-        "ranks_trouble:rooms",
-    ],
-    3: [
-        "ranks_trouble:memory", *EQUAL, "ranks:accuracy:host:mpi:ring",
-        "ranks:accuracy:host:mpi:gather", "ranks:offload:host:ring", "ranks:offload:host:gather",
-        "options_over_ranks:not_finite", "options_over_ranks:ends", "ranks_trouble:mismatch",
-        "ranks_trouble:freed",
+        "ranks_trouble:memory", "options_over_ranks:cases", "options_over_ranks:limits:host", "options_over_ranks:ends",
+        "ranks:accuracy:host:mpi:ring", "ranks_trouble:functions", "ranks_trouble:rooms",
     ],
     4: [
-        "options_over_ranks:equal:12:host", *EQUAL[1:],
-        "options_over_ranks:not_finite",
+        "options_over_ranks:cases", "options_over_ranks:limits:host",
+        "options_over_ranks:not_finite", "ranks:accuracy:host:mpi:ring",
+        "ranks:accuracy:host:mpi:gather", "ranks_trouble:mismatch", "ranks_trouble:freed",
     ],
-    5: ["options_over_ranks:in_turn:9"],
 }  # fmt: skip
 
 
@@ -212,16 +202,8 @@ def gpus() -> int:
 
 # What so many ranks do on GPUs. They start once: a start, and the first call of each kernel, take
 # seconds. In the hierarchical exchange, two ranks are nodes of one GPU each
-ON_GPUS = [
-    f"options_over_ranks:{check}:gpu" for check in ("equal:9", "limits", "own_negatives", "tokens")
-]
-OFFLOADED = [
-    "ranks:offload:gpu:auto",
-    *[
-        f"options_over_ranks:{check}:offload to gpu"
-        for check in ("equal:4", "limits", "distilled", "own_negatives")
-    ],
-]
+ON_GPUS = ["options_over_ranks:limits:gpu", "options_over_ranks:table:gpu"]
+
 GPU_CHECKS = {
     1: ON_GPUS,
     2: [
@@ -229,7 +211,7 @@ GPU_CHECKS = {
             f"ranks:accuracy:gpu:{transport}:{exchange}"
             for transport in ("auto", "staged") for exchange in ("ring", "gather", "hierarchical")
         ],
-        *ON_GPUS, *OFFLOADED,
+        *ON_GPUS, "options_over_ranks:limits:offload to gpu",
     ],
     4: [*ON_GPUS, "ranks:accuracy:gpu:staged:hierarchical"],
 }  # fmt: skip
