@@ -144,6 +144,12 @@ def not_finite() -> None:
     for case in itertools.product(("info_nce", "nt_xent", "clip", "lit", "siglip"), range(0, n, 5)):
         troubles = follow(check, case)
         assert not any(troubles), troubles
+    x, y = np.random.default_rng(1).standard_normal((2, n, 3))
+    x[17, 1] = np.nan  # in sums over all keys
+    for name in ("clip", "gte"):
+        loss = getattr(distributed, f"{name}_loss")
+        assert np.isnan(loss(x[rows], y[rows], scale=2.0, label_smoothing=0.2))
+    assert np.isnan(distributed.sup_con_loss(x[rows], np.arange(n)[rows] // 5, scale=2.0))
 
 
 def ends() -> None:
