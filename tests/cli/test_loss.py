@@ -242,75 +242,58 @@ def test_colons_in_names(pair, tmp_path, file):
         np.testing.assert_array_equal(open_embeddings(f"{tmp_path / file}:{key}"), array)
 
 
-def bad_inputs(folder, u):
-    """name -> (what to pass as IMAGE, part of the message)."""
+def write(path, content):
+    """Bytes, an array, arrays of an archive by their names, or files of a folder by theirs."""
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif isinstance(content, dict) and path.suffix == ".npz":
+        np.savez(path, **content)
+    elif isinstance(content, dict):
+        path.mkdir()
+        for name, array in content.items():
+            np.save(path / f"{name}.npy", array)
+    elif content is not None:
+        np.save(path, content, allow_pickle=True)
 
-    def path(name):
-        return folder / name
 
-    data = (folder / "image.npy").read_bytes()
-    path("truncated.npy").write_bytes(data[:-40])
-    path("header.npy").write_bytes(data[:40])
-    path("empty.npy").write_bytes(b"")
-    path("magic.npy").write_bytes(b"these are no numbers at all")
-    np.save(path("pickle.npy"), np.array([{}], object), allow_pickle=True)
-    np.save(path("integers.npy"), u.astype(np.int64))
-    np.save(path("flat.npy"), u.ravel())
-    np.save(path("wide.npy"), np.hstack([u, u]))
-    np.save(path("rows.npy"), u[:-1])
-    np.savez(path("two.npz"), a=u, b=u)
-    path("truncated.npz").write_bytes(path("two.npz").read_bytes()[:-40])
-    path("bad.safetensors").write_bytes(b"\xff" * 60)
-    np.savez(path("pickle.npz"), np.array([{}], object), allow_pickle=True)
-    np.savez(path("many.npz"), **{f"a{i}": u for i in range(9)})
-    path("array.npz").write_bytes(data)
-    for name in ("table.csv", "array"):
-        path(name).write_bytes(b"1,2\n3,4\n")
-    shards = {
-        "width": {"s_0.npy": u, "s_1.npy": u[:, 1:]},
-        "dtype": {"s_0.npy": u, "s_1.npy": u.astype(np.float64)},
-        "flat": {"s_0.npy": u[0]},
-        "series": {"img_0.npy": u, "text_0.npy": u},
-        "equal": {"s_2.npy": u, "s_1.npy": u, "s_01.npy": u},
-        "none": {},
-    }
-    for name, arrays in shards.items():
-        path(name).mkdir()
-        for file, array in arrays.items():
-            np.save(path(name) / file, array)
+def bad_inputs(data, u):
+    """File or folder -> (what is in it, part of the message). `data`: bytes of a .npy file."""
+    code, wide, table = np.array([{}], object), np.hstack([u, u]), b"1,2\n3,4\n"
     return {
-        "truncated.npy": "expected a whole .npy",
-        "header.npy": "expected a whole .npy",
-        "empty.npy": "expected a whole .npy",
-        "magic.npy": "magic",
-        "pickle.npy": "objects",
-        "integers.npy": "got int64",
-        "flat.npy": "flat.npy): expected 2 dimensions",
-        "wide.npy": "expected width 24",
-        "rows.npy": "expected 47 rows",
-        "two.npz": "two.npz:a",
-        "two.npz:c": "it has a, b",
-        "truncated.npz": "expected a whole .npz",
-        "pickle.npz": "pickle.npz: expected a whole .npz file of numbers",
-        "many.npz": "got the arrays a0, a1, a2, a3, a4, ...",
-        "array.npz": "expected a whole .npz",
-        "table.csv": "table.csv: expected a .npy, .npz, .safetensors, .pt or .parquet file",
-        "array": "array: expected a .npy, .npz, .safetensors, .pt or .parquet file, or a folder",
-        "bad.safetensors": "expected a whole .safetensors",
-        "missing.npy": "no such file",
-        "width": "expected width 12 and dtype float32",
-        "dtype": "got width 12 and dtype float64",
-        "flat": "expected 2 dimensions",
-        "series": "img_#.npy, text_#.npy",
-        "equal": "equal: expected shards of different numbers, got s_01.npy and s_1.npy",
-        "none": "got none",
-    }
+        "truncated.npy": (data[:-40], "expected a whole .npy"),
+        "header.npy": (data[:40], "expected a whole .npy"),
+        "empty.npy": (b"", "expected a whole .npy"),
+        "magic.npy": (b"these are no numbers at all", "magic"),
+        "pickle.npy": (code, "objects"),
+        "integers.npy": (u.astype(np.int64), "got int64"),
+        "flat.npy": (u.ravel(), "flat.npy): expected 2 dimensions"),
+        "wide.npy": (wide, "expected width 24"),
+        "rows.npy": (u[:-1], "expected 47 rows"),
+        "two.npz": ({"a": u, "b": u}, "two.npz:a"),
+        "two.npz:c": (None, "it has a, b"),
+        "truncated.npz": (b"PK" + data, "expected a whole .npz"),
+        "pickle.npz": ({"a": code}, "pickle.npz: expected a whole .npz file of numbers"),
+        "many.npz": (dict.fromkeys("abcdefghi", u), "got the arrays a, b, c, d, e, ..."),
+        "array.npz": (data, "expected a whole .npz"),
+        "table.csv": (table, "table.csv: expected a .npy, .npz, .safetensors, .pt or .parquet"),
+        "array": (table, "array: expected a .npy, .npz, .safetensors, .pt or .parquet file, or"),
+        "bad.safetensors": (b"\xff" * 60, "expected a whole .safetensors"),
+        "missing.npy": (None, "no such file"),
+        "width": ({"s_0": u, "s_1": u[:, 1:]}, "expected width 12 and dtype float32"),
+        "dtype": ({"s_0": u, "s_1": np.float64(u)}, "got width 12 and dtype float64"),
+        "flat": ({"s_0": u[0]}, "expected 2 dimensions"),
+        "series": ({"img_0": u, "text_0": u}, "img_#.npy, text_#.npy"),
+        "equal": (dict.fromkeys(("s_2", "s_1", "s_01"), u),
+                  "equal: expected shards of different numbers, got s_01.npy and s_1.npy"),
+        "none": ({}, "got none"),
+    }  # fmt: skip
 
 
 def test_bad_inputs(pair, tmp_path):
     pytest.importorskip("safetensors")
     out = tmp_path / "out"
-    for name, message in bad_inputs(tmp_path, pair[2]).items():
+    for name, (content, message) in bad_inputs(pair[0].read_bytes(), pair[2]).items():
+        write(tmp_path / name, content)
         error = fail("loss", tmp_path / name, pair[1], "--scale", 1, "--grad-out", out)
         assert message in error, (name, error)
         assert not out.exists(), name
