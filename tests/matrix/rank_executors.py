@@ -48,7 +48,7 @@ def shard(problem: Problem, rank: int, size: int) -> tuple[Problem, Mine]:
             np.r_[r.start : r.stop, half + r.start : half + r.stop] for r in cut(half, size, seed)
         ]
         mine = [views[rank].astype(int)] * 2
-        if seed % 2:  # any row may be on any rank
+        if seed // 8 % 2:  # any row may be on any rank
             order = np.random.default_rng(seed).permutation(rows)
             mine = [order[parts[0][rank]]] * 2
             options["labels"] = np.argsort(order)[(order + half) % rows][parts[0][rank]]
@@ -143,7 +143,8 @@ def over_mpi(seed: int, number: int, largest: int, exchange: str, way: str) -> A
     options["method"] = ("auto", "naive", "tiled")[number % 3] if "world" in way else "auto"
     if problem.has_tokens and options["method"] not in METHODS:
         options["method"] = "auto"
-    if exchange == "ring" and number % 2:
+    turn = number // 8  # the number modulo 8 is that of the loss
+    if exchange == "ring" and turn % 2:
         least = 2**22 if problem.has_tokens or "GPU" in way else 2**17
         options["workspace"] = problem.settings.get("workspace", least)
     grad_out = local.grad_out
@@ -154,11 +155,11 @@ def over_mpi(seed: int, number: int, largest: int, exchange: str, way: str) -> A
         args, grad_out = list(map(on_device, args)), on_device(grad_out)
         options = {name: on_device(value) for name, value in options.items()}
     alone = {k: v for k, v in options.items() if k not in spec.GRAD_ONLY}
-    nodes = {1: 1, 2: 1, 3: (1, 3)[number % 2], 4: 2}[comm.size]
+    nodes = {1: 1, 2: 1, 3: (1, 3)[turn % 2], 4: 2}[comm.size]
     answer: Any
     try:
         with (
-            mock.patch.object(cost, "LEAST_VISIT_BYTES", (1, 2**26)[number // 2 % 2]),
+            mock.patch.object(cost, "LEAST_VISIT_BYTES", (1, 2**26)[turn // 2 % 2]),
             mock.patch.dict(os.environ, INFONCE_LOCAL_SIZE=str(nodes)),
             mock.patch.object(CPU, "__init__", watched(CPU.__init__)),
             np.errstate(all="ignore"), offloading(way == "offload") as more,
