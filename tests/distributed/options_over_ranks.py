@@ -20,7 +20,7 @@ def near(got: Any, want: Any, what: str) -> None:
 
 
 def cases() -> None:
-    """Ranks whose weights are zeros, integers of two dtypes, and prefixes; see `table`."""
+    """Ranks whose weights are zeros, integers of two dtypes, retrieval ranks, prefixes."""
     rng = np.random.default_rng(1)
     x, y = rng.standard_normal((2, 20, 3))
     rows = shards(20, 3)[RANK]
@@ -49,6 +49,14 @@ def cases() -> None:
         x[rows], y[rows], np.arange(20)[rows], scale=2.0, ids=tuple(side[rows] for side in ids)
     )
     near(got, want, "loss of ids in two dtypes")
+
+    # retrieval ranks: counts of columns come from all ranks
+    ranks = infonce.clip_loss_and_grad(x, y, scale=2.0, metrics=True).metrics
+    for exchange in ("ring", "gather"):
+        options = {"scale": 2.0, "metrics": True, "exchange": exchange}
+        found = distributed.clip_loss_and_grad(x[rows], y[rows], **options).metrics
+        assert np.array_equal(found.row_rank, ranks.row_rank[rows])
+        assert np.array_equal(found.column_rank, ranks.column_rank[rows]), exchange
 
     table()
     # prefixes in another container on other ranks; gradients that underflow in float16, the dtype
