@@ -42,7 +42,7 @@ def memory() -> None:
             tracemalloc.stop()
         return most
 
-    rows, d, workspace, rng = 6000, 64, 2**21, np.random.default_rng(RANK)
+    rows, d, workspace, rng = 4000, 64, 2**21, np.random.default_rng(RANK)
     sides = [rng.standard_normal((rows, d)).astype(np.float16) for _ in range(2)]
     out = [np.empty_like(z) for z in sides]
     ring, most = peak(workspace=workspace), cost.predict_memory(rows, d, workspace)
@@ -463,7 +463,7 @@ def rooms() -> None:
             for options in options_of(loss, n)[(turn + (exchange == "ring")) % 3 :: 3]:
                 outcomes, comm = set(), COMM.Dup()  # an error may end a communicator
                 what = f"{loss} {exchange} {sorted(options)}, rank {empty} is empty"
-                for workspace in np.geomspace(200, 2e6, 8).astype(int):
+                for workspace in np.geomspace(200, 2e6, 6).astype(int):
                     try:
                         function(*features, scale=1.0, exchange=exchange, timeout=60,
                                  workspace=int(workspace), comm=comm, **options)  # fmt: skip
