@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -164,19 +163,14 @@ def test_rank_in_trouble() -> None:
 
 
 @pytest.mark.slow
-def test_rank_in_trouble_at_any_point() -> None:
+@pytest.mark.parametrize("seed", range(24 if THOROUGH else 4))
+def test_rank_in_trouble_at_any_point(seed: int) -> None:
     """The other ranks name the rank in trouble before the timeout, at any point of a call."""
-    timeout = 3.0
-
-    def happen(seed: int) -> tuple[Trouble, int, str]:
-        trouble = Trouble(seed)
-        check = f"ranks_trouble:at_any_point:{seed}:{timeout:g}"
-        return trouble, *run(trouble.ranks, check, shell=SHELL)
-
-    with ThreadPoolExecutor(2) as threads:  # they wait most of the time
-        for trouble, status, output in threads.map(happen, range(24 if THOROUGH else 4)):
-            assert status != 0
-            trouble.assert_named(output, timeout)
+    trouble, timeout = Trouble(seed), 3.0
+    check = f"ranks_trouble:at_any_point:{seed}:{timeout:g}"
+    status, output = run(trouble.ranks, check, shell=SHELL)
+    assert status != 0
+    trouble.assert_named(output, timeout)
 
 
 def test_ctrl_c_ends_all_ranks() -> None:
