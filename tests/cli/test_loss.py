@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -43,20 +44,9 @@ def test_directions_ranks_and_lse(pair):
         assert close(report["lse"][side]["max"], lse.max())
 
 
-def test_no_metrics(pair):
-    report = json.loads(succeed("loss", *pair[:2], "--scale", 3, "--no-metrics", "--json"))
-    assert report["retrieval"] is None
-    assert report["value"]["unweighted"]["rows"] is None
-
-
-def test_bias_of_another_loss(pair):
-    assert "--bias is of siglip" in fail("loss", *pair[:2], "--scale", 2, "--bias", -3)
-
-
 def test_table_says_what_json_says(pair):
     image, text, u, v = pair
-    printed = succeed("loss", image, text, "--scale", 3, "--method", "tiled")
-    words = " ".join(printed.split())
+    words = " ".join(succeed("loss", image, text, "--scale", 3, "--method", "tiled").split())
     assert f"clip loss {reference.clip(u, v, scale=3.0).loss:.4g}" in words
     assert "image 48 x 12 float32" in words
     assert "method tiled" in words
@@ -64,8 +54,8 @@ def test_table_says_what_json_says(pair):
 
 def test_not_finite_is_null_and_fails(pair):
     image, text, u, v = pair
-    u[3, 4] = np.nan
-    u[17] = v[5, 0] = np.inf
+    u[3:] = np.nan
+    v[5, 0] = np.inf
     np.save(image, u)
     np.save(text, v)
     result = run("loss", image, text, "--scale", 1, "--json")
@@ -74,25 +64,17 @@ def test_not_finite_is_null_and_fails(pair):
     assert report["value"]["total"] is None
     assert report["retrieval"] is None  # NaN ranks nothing
     assert result.stderr == (
-        f"infonce: error: the loss is nan: image ({image}) holds NaN or infinity in 2 of 48 rows: "
-        f"3, 17; text ({text}) holds NaN or infinity in 1 of 48 rows: 5\n"
+        f"infonce: error: the loss is nan: image ({image}) holds NaN or infinity in 45 of 48 rows: "
+        f"3, 4, 5, 6, 7, ...; text ({text}) holds NaN or infinity in 1 of 48 rows: 5\n"
     )
     assert "row 3" in fail("loss", image, text, "--scale", 1, "--check-finite")
 
 
-def test_many_rows_not_finite_are_a_few_in_the_message(pair):
-    image, text, u, _ = pair
-    np.save(image, u * np.nan)
-    output = run("loss", image, text, "--scale", 1).stderr
-    assert output.endswith("in 48 of 48 rows: 0, 1, 2, 3, 4, ...\n")
-
-
 @pytest.mark.parametrize("method", ["naive", "fused", "tiled"])
 def test_overflow_is_no_fault_of_a_row(pair, method):
-    image, text, u, v = pair
-    for path, z in ((image, u), (text, v)):
+    for path, z in zip(pair[:2], pair[2:], strict=True):
         np.save(path, z * np.float32(1e25))
-    result = run("loss", image, text, "--scale", 1, "--method", method)
+    result = run("loss", *pair[:2], "--scale", 1, "--method", method)
     assert result.exit_code == 1
     assert "clip loss nan" in result.stdout
     assert len(result.stderr.splitlines()) == 1  # none of NumPy's warnings
@@ -184,45 +166,40 @@ def test_hint_at_normalize(pair):
 def test_tables_have_no_empty_rows_or_columns(pair, kind):
     base = ("loss", *pair[:2], "--loss", kind, "--scale", 3)
     printed = succeed(*base)
-    assert ("retrieval" in printed) == (kind != "siglip")
-    assert ("log-sum-exp min" in printed) == (kind != "siglip")
+    for words, losses in {
+        "retrieval": {"info_nce", "clip"}, "log-sum-exp min": {"info_nce", "clip"},
+        "judges each pair by itself": {"siglip"},
+    }.items():  # fmt: skip
+        assert (words in printed) == (kind in losses)
     assert ("columns" in printed.splitlines()[2]) == (kind == "clip")
     assert "- │" not in printed
-    assert ("judges each pair by itself" in printed) == (kind == "siglip")
     assert "retrieval" not in succeed(*base, "--no-metrics")
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+def test_sizes(pair):
+    for text, expected in (
         ("1048576", 2**20), ("64KiB", 2**16), ("256MiB", 2**28), ("1.5 gib", 3 * 2**29),
         ("1TiB", 2**40), ("0.5 kB", 500), ("3MB", 3 * 10**6), ("2gb", 2 * 10**9), ("1TB", 10**12),
         ("9007199254740993", 2**53 + 1), ("9" * 40, 10**40 - 1),
-    ],
-)  # fmt: skip
-def test_sizes(text, expected):
-    assert common.Bytes().convert(text, None, None) == expected
-
-
-def test_sizes_as_tables_show_them():
+    ):  # fmt: skip
+        assert common.Bytes().convert(text, None, None) == expected
+    for text in ("3 apples", "1.5.2GiB", "-1", "", "GiB", "1 G"):
+        error = fail("loss", *pair[:2], "--scale", 1, "--workspace", text)
+        assert "'--workspace'" in error
+        assert "(B, KiB, MiB, GiB, TiB, kB, MB, GB, TB)" in error
+        assert f"got {text!r}" in error
     shown = [validation.human(size) for size in (None, 1023, 1536, 2**30, 5 * 2**39)]
     assert shown == ["unknown", "1023 B", "1.5 KiB", "1.0 GiB", "2.5 TiB"]
-
-
-@pytest.mark.parametrize("text", ["3 apples", "1.5.2GiB", "-1", "", "GiB", "1 G"])
-def test_bad_size(pair, text):
-    error = fail("loss", *pair[:2], "--scale", 1, "--workspace", text)
-    assert "'--workspace'" in error
-    assert "(B, KiB, MiB, GiB, TiB, kB, MB, GB, TB)" in error
-    assert f"got {text!r}" in error
 
 
 # --- files ---------------------------------------------------------------------------------------
 
 
 def test_formats_hold_the_same(pair, tmp_path):
-    image, text, u, v = pair
+    """The name of a .npy file may end in anything. Files that can be mapped are not read."""
+    image, _, u, v = pair
     safetensors = pytest.importorskip("safetensors.numpy")
+    shutil.copy(image, tmp_path / "image.dat")
     np.savez(tmp_path / "one.npz", u)
     np.savez(tmp_path / "two.npz", u=u, v=v)
     safetensors.save_file({"u": u}, tmp_path / "one.safetensors")
@@ -230,27 +207,24 @@ def test_formats_hold_the_same(pair, tmp_path):
     for i, part in enumerate(np.array_split(u, 12)):
         (tmp_path / "shards").mkdir(exist_ok=True)
         np.save(tmp_path / "shards" / f"img_emb_{i}.npy", part)  # 10 after 9, not after 1
-    expected = reference.clip(u, v, scale=3.0).loss
-    names = ("one.npz", "two.npz:u", "one.safetensors", "two.safetensors:u", "shards")
-    for source in (image, *(tmp_path / name for name in names)):
-        np.testing.assert_array_equal(open_embeddings(str(source)), u)
-        report = json.loads(succeed("loss", source, text, "--scale", 3, "--json"))
-        assert close(report["value"]["total"], expected), source
-
-
-def test_mapped_not_read(pair, tmp_path):
-    safetensors = pytest.importorskip("safetensors.numpy")
-    safetensors.save_file({"u": pair[2]}, tmp_path / "u.safetensors")
-    for source in (pair[0], tmp_path / "u.safetensors"):
-        assert isinstance(open_embeddings(str(source)), np.memmap)
+    for name in (
+        "image.npy", "image.dat", "one.npz", "two.npz:u", "one.safetensors", "two.safetensors:u",
+        "shards",
+    ):  # fmt: skip
+        array = open_embeddings(str(tmp_path / name))
+        np.testing.assert_array_equal(array, u)
+        if name.startswith(("image", "one.s", "two.s")):
+            assert isinstance(array, np.memmap)
 
 
 def test_bfloat16(pair, tmp_path):
+    """np.save and np.savez store two raw bytes an element."""
     safetensors = pytest.importorskip("safetensors.numpy")
     u = pair[2].astype(ml_dtypes.bfloat16)
     np.save(tmp_path / "u.npy", u)
+    np.savez(tmp_path / "u.npz", u=u)
     safetensors.save_file({"u": u}, tmp_path / "u.safetensors")
-    for name in ("u.npy", "u.safetensors"):
+    for name in ("u.npy", "u.npz", "u.safetensors"):
         array = open_embeddings(str(tmp_path / name))
         assert array.dtype == ml_dtypes.bfloat16
         np.testing.assert_array_equal(array.view(np.uint16), u.view(np.uint16))
@@ -268,77 +242,59 @@ def test_colons_in_names(pair, tmp_path, file):
         np.testing.assert_array_equal(open_embeddings(f"{tmp_path / file}:{key}"), array)
 
 
-def bad_inputs(folder, u):
-    """name -> (what to pass as IMAGE, part of the message)."""
+def write(path, content):
+    """Bytes, an array, arrays of an archive by their names, or files of a folder by theirs."""
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif isinstance(content, dict) and path.suffix == ".npz":
+        np.savez(path, **content)
+    elif isinstance(content, dict):
+        path.mkdir()
+        for name, array in content.items():
+            np.save(path / f"{name}.npy", array)
+    elif content is not None:
+        np.save(path, content, allow_pickle=True)
 
-    def path(name):
-        return folder / name
 
-    data = (folder / "image.npy").read_bytes()
-    path("truncated.npy").write_bytes(data[:-40])
-    path("header.npy").write_bytes(data[:40])
-    path("empty.npy").write_bytes(b"")
-    path("magic.npy").write_bytes(b"these are no numbers at all")
-    np.save(path("pickle.npy"), np.array([{}], object), allow_pickle=True)
-    np.save(path("integers.npy"), u.astype(np.int64))
-    np.save(path("flat.npy"), u.ravel())
-    np.save(path("wide.npy"), np.hstack([u, u]))
-    np.save(path("rows.npy"), u[:-1])
-    np.savez(path("two.npz"), a=u, b=u)
-    path("truncated.npz").write_bytes(path("two.npz").read_bytes()[:-40])
-    path("bad.safetensors").write_bytes(b"\xff" * 60)
-    np.savez(path("pickle.npz"), np.array([{}], object), allow_pickle=True)
-    np.savez(path("many.npz"), **{f"a{i}": u for i in range(9)})
-    path("array.npz").write_bytes(data)
-    for name in ("table.csv", "array"):
-        path(name).write_bytes(b"1,2\n3,4\n")
-    shards = {
-        "width": {"s_0.npy": u, "s_1.npy": u[:, 1:]},
-        "dtype": {"s_0.npy": u, "s_1.npy": u.astype(np.float64)},
-        "flat": {"s_0.npy": u[0]},
-        "series": {"img_0.npy": u, "text_0.npy": u},
-        "equal": {"s_2.npy": u, "s_1.npy": u, "s_01.npy": u},
-        "none": {},
-    }
-    for name, arrays in shards.items():
-        path(name).mkdir()
-        for file, array in arrays.items():
-            np.save(path(name) / file, array)
+def bad_inputs(data, u):
+    """File or folder -> (what is in it, part of the message). `data`: bytes of a .npy file."""
+    code, wide, table = np.array([{}], object), np.hstack([u, u]), b"1,2\n3,4\n"
     return {
-        "truncated.npy": "expected a whole .npy",
-        "header.npy": "expected a whole .npy",
-        "empty.npy": "expected a whole .npy",
-        "magic.npy": "magic",
-        "pickle.npy": "objects",
-        "integers.npy": "got int64",
-        "flat.npy": "flat.npy): expected 2 dimensions",
-        "wide.npy": "expected width 24",
-        "rows.npy": "expected 47 rows",
-        "two.npz": "two.npz:a",
-        "two.npz:c": "it has a, b",
-        "truncated.npz": "expected a whole .npz",
-        "pickle.npz": "pickle.npz: expected a whole .npz file of numbers",
-        "many.npz": "got the arrays a0, a1, a2, a3, a4, ...",
-        "array.npz": "expected a whole .npz",
-        "table.csv": "table.csv: expected a .npy, .npz, .safetensors, .pt or .parquet file",
-        "array": "array: expected a .npy, .npz, .safetensors, .pt or .parquet file, or a folder",
-        "bad.safetensors": "expected a whole .safetensors",
-        "missing.npy": "no such file",
-        "width": "expected width 12 and dtype float32",
-        "dtype": "got width 12 and dtype float64",
-        "flat": "expected 2 dimensions",
-        "series": "img_#.npy, text_#.npy",
-        "equal": "equal: expected shards of different numbers, got s_01.npy and s_1.npy",
-        "none": "got none",
-    }
+        "truncated.npy": (data[:-40], "expected a whole .npy"),
+        "header.npy": (data[:40], "expected a whole .npy"),
+        "empty.npy": (b"", "expected a whole .npy"),
+        "magic.npy": (b"these are no numbers at all", "magic"),
+        "pickle.npy": (code, "objects"),
+        "integers.npy": (u.astype(np.int64), "got int64"),
+        "flat.npy": (u.ravel(), "flat.npy): expected 2 dimensions"),
+        "wide.npy": (wide, "expected width 24"),
+        "rows.npy": (u[:-1], "expected 47 rows"),
+        "two.npz": ({"a": u, "b": u}, "two.npz:a"),
+        "two.npz:c": (None, "it has a, b"),
+        "truncated.npz": (b"PK" + data, "expected a whole .npz"),
+        "pickle.npz": ({"a": code}, "pickle.npz: expected a whole .npz file of numbers"),
+        "many.npz": (dict.fromkeys("abcdefghi", u), "got the arrays a, b, c, d, e, ..."),
+        "array.npz": (data, "expected a whole .npz"),
+        "table.csv": (table, "table.csv: expected a .npy, .npz, .safetensors, .pt or .parquet"),
+        "array": (table, "array: expected a .npy, .npz, .safetensors, .pt or .parquet file, or"),
+        "bad.safetensors": (b"\xff" * 60, "expected a whole .safetensors"),
+        "missing.npy": (None, "no such file"),
+        "width": ({"s_0": u, "s_1": u[:, 1:]}, "expected width 12 and dtype float32"),
+        "dtype": ({"s_0": u, "s_1": np.float64(u)}, "got width 12 and dtype float64"),
+        "flat": ({"s_0": u[0]}, "expected 2 dimensions"),
+        "series": ({"img_0": u, "text_0": u}, "img_#.npy, text_#.npy"),
+        "equal": (dict.fromkeys(("s_2", "s_1", "s_01"), u),
+                  "equal: expected shards of different numbers, got s_01.npy and s_1.npy"),
+        "none": ({}, "got none"),
+    }  # fmt: skip
 
 
 def test_bad_inputs(pair, tmp_path):
     pytest.importorskip("safetensors")
     out = tmp_path / "out"
-    for name, message in bad_inputs(tmp_path, pair[2]).items():
-        base = ("loss", tmp_path / name, pair[1], "--scale", 1, "--grad-out", out)
-        error = fail(*base)
+    for name, (content, message) in bad_inputs(pair[0].read_bytes(), pair[2]).items():
+        write(tmp_path / name, content)
+        error = fail("loss", tmp_path / name, pair[1], "--scale", 1, "--grad-out", out)
         assert message in error, (name, error)
         assert not out.exists(), name
 
@@ -350,14 +306,8 @@ def test_names_that_are_no_file(pair, tmp_path):
         assert "pipe.npy: expected a file" in fail("loss", tmp_path / "pipe.npy", pair[1])
     base = ("loss", *pair[:2], "--scale", 1, "--loss", "info_nce")
     missing = tmp_path / "missing.npy"
-    for option in ("--labels", "--ids"):
-        error = fail(*base, option, missing)
-        assert error == f"infonce: error: {missing}: no such file or folder\n"
-
-
-def test_any_name_of_a_npy_file(pair, tmp_path):
-    pair[0].rename(tmp_path / "image.dat")
-    np.testing.assert_array_equal(open_embeddings(str(tmp_path / "image.dat")), pair[2])
+    error = fail(*base, "--ids", missing)
+    assert error == f"infonce: error: {missing}: no such file or folder\n"
 
 
 @pytest.mark.skipif(os.name != "posix", reason="permissions of a POSIX system")
@@ -370,34 +320,23 @@ def test_file_that_may_not_be_read(pair, monkeypatch):
     assert error == f"infonce: error: {pair[0]}: Permission denied\n"
 
 
-def test_bad_options(pair, tmp_path):
+def test_bad_options(pair):
     base = ("loss", *pair[:2])
-    assert "--temperature, --scale: expected one of them, got both" in fail(
-        *base, "--scale", 1, "--temperature", 1
-    )
-    assert "--temperature, --scale: expected one of them, got neither" in fail(*base)
-    assert "--scale: expected a positive" in fail(*base, "--scale", 0)
-    assert "--labels is of info_nce" in fail(*base, "--scale", 1, "--labels", pair[0])
-    assert "need --grad-out" in fail(*base, "--scale", 1, "--force")
-    assert "No such option" in fail(*base, "--scael", 1)
-    assert f"--ids ({pair[0]}): expected integers" in fail(*base, "--scale", 1, "--ids", pair[0])
-    error = fail(*base, "--scale", 1, "--loss", "info_nce", "--labels", pair[0])
-    assert f"--labels ({pair[0]}): expected integers" in error
-    assert "--workspace': expected a positive number of bytes, got '0'" in fail(
-        *base, "--scale", 1, "--workspace", "0"
-    )
-    assert "workspace" in fail(*base, "--scale", 1, "--workspace", "4")
+    for options, words in (
+        (("--scale", 1, "--temperature", 1), "--temperature, --scale: expected one of them, got b"),
+        ((), "--temperature, --scale: expected one of them, got neither"),
+        (("--scale", 0), "--scale: expected a positive"),
+        (("--scale", 1, "--force"), "need --grad-out"),
+        (("--scael", 1), "No such option"),
+        (("--scale", 2, "--bias", -3), "--bias is of siglip"),
+        (("--scale", 1, "--ids", pair[0]), f"--ids ({pair[0]}): expected integers"),
+        (("--scale", 1, "--loss", "info_nce", "--labels", pair[0]),
+         f"--labels ({pair[0]}): expected integers"),
+        (("--scale", 1, "--workspace", 0), "'--workspace': expected a positive number of bytes"),
+        (("--scale", 1, "--workspace", "4"), "workspace"),
+    ):  # fmt: skip
+        assert words in fail(*base, *options)
     fail("lose")
-
-
-def test_a_real_failure_has_no_traceback(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "infonce", "loss", "a.npy", "b.npy", "--scale", "1"],
-        capture_output=True, text=True, cwd=tmp_path, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr == "infonce: error: a.npy: no such file or folder\n"
 
 
 def test_missing_library_names_its_extra(pair, tmp_path, monkeypatch):
@@ -416,10 +355,10 @@ def test_missing_library_names_its_extra(pair, tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs /proc")
 def test_large_inputs_stay_on_disk(tmp_path):
-    """16 and 64 MiB a side in float16: neither another copy nor one in float32 comes on top. What
+    """8 and 32 MiB a side in float16: neither another copy nor one in float32 comes on top. What
     libraries take is the same for both."""
     growth = {}
-    for n in (512, 2048):
+    for n in (256, 1024):
         rows = np.lib.format.open_memmap(tmp_path / "z.npy", "w+", np.float16, (n, 16384))
         rows[:] = np.random.default_rng(0).standard_normal((1, 16384))
         rows.flush()
@@ -431,4 +370,4 @@ def test_large_inputs_stay_on_disk(tmp_path):
         memory = json.loads(done.stdout)["memory_bytes"]
         assert memory["inputs"] == 2 * n * 16384 * 2
         growth[n] = memory["growth_over_inputs"]
-    assert growth[2048] - growth[512] < 2**24  # of 96 MiB more inputs
+    assert growth[1024] - growth[256] < 2**24  # of 48 MiB more inputs

@@ -6,55 +6,49 @@ import re
 
 import numpy as np
 import pytest
-from command_line import M, close, fail, run, succeed
+from command_line import D, M, close, fail, run, succeed
 
 import infonce
 from infonce import reference
-from infonce.spec import DEFAULTS
 
 LABELS = np.arange(M) % 5 - 1
 WEIGHTS = np.linspace(0.0, 2.0, M)
 BIASES = np.linspace(-1.0, 1.0, M)
 
 
+def save(folder, **arrays):
+    """Paths of arrays by name."""
+    for name, array in arrays.items():
+        np.save(folder / f"{name}.npy", array)
+    return [folder / f"{name}.npy" for name in arrays]
+
+
 @pytest.fixture
 def files(tmp_path):
     """Paths of labels, weights and biases."""
-    arrays = {"labels": LABELS, "weights": WEIGHTS, "key_bias": BIASES}
-    for name, array in arrays.items():
-        np.save(tmp_path / f"{name}.npy", array)
-    return {name: tmp_path / f"{name}.npy" for name in arrays}
+    paths = save(tmp_path, labels=LABELS, weights=WEIGHTS, key_bias=BIASES)
+    return {path.stem: path for path in paths}
 
 
 def report(*arguments):
     return json.loads(succeed("loss", *arguments, "--scale", 3, "--json"))
 
 
-def test_options_are_reported(pair, files):
-    image, text, *_ = pair
-    flags = ("--margin", 0.2, "--hardness", 1.5, "--decoupled", "--false-negative-margin", 9.0)
-    result = report(image, text, *flags, "--weights", files["weights"])
-    options = {"margin": 0.2, "hardness": 1.5, "decoupled": True, "false_negative_margin": 9.0}
-    options |= {"weights": str(files["weights"]), "scale": 3.0}
-    others = result["options"].keys() - options
-    assert result["options"] == options | {name: DEFAULTS[name] for name in others}
-    assert result["retrieval"] is None  # the logits are others
-    result = report(image, text, "--label-smoothing", 0.1, "--key-bias", files["key_bias"])
-    assert result["retrieval"] is None
-    result = report(image, text, "--hardness", 1.5)
-    assert result["retrieval"] == report(image, text)["retrieval"]
-
-
-def test_several_positives_or_none(pair, tmp_path):
-    """Labels of rows that have no rank: without metrics, unless these are asked for."""
-    image, text, *_ = pair
+def test_ranks_of_other_logits_are_not_reported(pair, files, tmp_path):
+    """Nor of rows without one positive, unless they are asked for."""
+    base, plain = pair[:2], report(*pair[:2])["retrieval"]
+    for flags, same in (
+        (("--margin", 0.2), True), (("--label-smoothing", 0.1), True), (("--hardness", 1.5), True),
+        (("--key-bias", files["key_bias"]), False), (("--false-negative-margin", 9.0), False),
+        (("--decoupled",), True), (("--weights", files["weights"]), True),
+    ):  # fmt: skip
+        assert report(*base, *flags)["retrieval"] == (plain if same else None), flags
     for labels in (np.stack([np.arange(M), LABELS], axis=1), LABELS):
         np.save(tmp_path / "sets.npy", labels)
-        base = (image, text, "--loss", "info_nce", "--labels", tmp_path / "sets.npy")
-        assert report(*base)["retrieval"] is None
-        assert "--metrics: expected one positive a row" in fail(
-            "loss", *base, "--scale", 3, "--metrics"
-        )
+        flags = (*base, "--loss", "info_nce", "--labels", tmp_path / "sets.npy")
+        assert report(*flags)["retrieval"] is None
+        error = fail("loss", *flags, "--scale", 3, "--metrics")
+        assert "--metrics: expected one positive a row" in error
 
 
 def repeated(report):
@@ -63,27 +57,37 @@ def repeated(report):
     options = {name: value for name, value in report["options"].items() if value is not None}
     if "temperature" in options:
         del options["scale"]
-    for name in {"weights", "key_bias", "labels"} & options.keys():
-        options[name] = np.load(options[name])
-    if "ids" in options:
-        ids = [np.load(path) for path in options["ids"]]
-        options["ids"] = ids[0] if len(ids) == 1 else tuple(ids)
+    for name, value in options.items():
+        if isinstance(value, str) and value.endswith(".npy"):
+            options[name] = np.load(value)
+        elif isinstance(value, list) and str(value[0]).endswith(".npy"):
+            arrays = tuple(map(np.load, value))
+            options[name] = arrays if len(arrays) > 1 else arrays[0]
     return getattr(infonce, f"{report['loss']}_loss")(*features, **options)
 
 
 def test_json_has_all_that_the_loss_depends_on(pair, files, tmp_path):
-    np.save(tmp_path / "ids.npy", np.arange(M) // 2)
-    np.save(tmp_path / "others.npy", np.arange(M) // 3)
-    ids, others = ("--ids", tmp_path / "ids.npy"), ("--ids", tmp_path / "others.npy")
-    weights, key_bias = (f"--{name.replace('_', '-')}" for name in ("weights", "key_bias"))
+    rng, rows = np.random.default_rng(10), np.arange(M)
+    ids, others, own, mask, guide, key = save(
+        tmp_path, ids=rows // 2, others=rows // 3, own=rng.normal(size=(M, 2, D)),
+        own_mask=rng.random((M, 2)) < 0.6, guide=rng.normal(size=(M, 3)),
+        guide_of_keys=rng.normal(size=(M, 3)),
+    )  # fmt: skip
     calls = [
-        ("--temperature", 0.2, "--normalize", *ids, weights, files["weights"]),
-        ("--scale", 0.5, "--hardness", 0.5, *ids, *others, key_bias, files["key_bias"]),
+        ("--temperature", 0.2, "--normalize", "--ids", ids, "--weights", files["weights"],
+         "--margin", 0.2, "--decoupled"),
+        ("--scale", 0.5, "--hardness", 0.5, "--ids", ids, "--ids", others,
+         "--key-bias", files["key_bias"]),
         ("--temperature", 0.7, "--label-smoothing", 0.2, "--loss", "lit"),
         ("--loss", "siglip", "--normalize"),
         ("--loss", "siglip", "--bias", -3, "--temperature", 0.5),
         ("--loss", "info_nce", "--labels", files["labels"], "--scale", 2,
          "--false-negative-margin", 0.1),
+        ("--loss", "info_nce", "--own", own, "--own-mask", mask, "--no-in-batch", "--scale", 3),
+        ("--guide", guide, "--guide", key, "--guide-margin", 0.3, "--scale", 3),
+        ("--dims", f"2,{D}", "--dim-weights", "0.5,1", "--scale", 3),
+        ("--loss", "distill", "--teacher-query", guide, "--teacher-key", key, "--scale", 3,
+         "--teacher-scale", 2.0),
     ]  # fmt: skip
     for call in calls:
         result = json.loads(succeed("loss", *pair[:2], *call, "--json"))
@@ -111,7 +115,13 @@ def test_the_table_names_the_options(pair, files):
 
 def test_bad_options(pair, files, tmp_path):
     image, text, *_ = pair
-    base = ("loss", image, text, "--scale", 3)
+    eye, words, guide, few, mask, outside, ids, others = save(
+        tmp_path, eye=np.eye(M, dtype=np.int64), words=np.array(["a"] * M), guide=np.ones((M, 3)),
+        few=np.ones((3, 3)), mask=np.ones((M, 2), bool),
+        outside=np.full((M, 3), 2 * M), ids=np.arange(M), others=np.arange(M) + M,
+    )  # fmt: skip
+    of_info_nce, of_labels = ("--loss", "info_nce"), ("--loss", "info_nce", "--labels")
+    taught = ("--loss", "distill", "--teacher-query", guide)
     refused = {
         ("--label-smoothing", 1): "--label-smoothing: expected a number in [0, 1), got 1.0",
         ("--label-smoothing", 0.1, "--decoupled"):
@@ -124,18 +134,25 @@ def test_bad_options(pair, files, tmp_path):
         ("--key-bias", files["key_bias"], "--loss", "gte"):
             f"--key-bias ({files['key_bias']}): expected None for gte, which has none",
         ("--labels", files["labels"]): "--labels is of info_nce and sup_con",
+        (*of_labels, words): "expected integers, got dtype <U1",
+        (*of_labels, eye): "got key 0 more than once in row 0: labels.argmax(axis=1) makes labels",
+        ("--guide", guide): "--guide: expected 2 for clip, got 1",
+        ("--guide", guide, "--guide", few): "expected shape",
+        (*taught, "--teacher-key", guide, "--teacher-scale", -1):
+            "--teacher-scale: expected a positive number, got -1.0",
+        (*taught, "--teacher-key", few): f"--teacher-key ({few}): expected shape",
+        taught: "distill: expected --teacher-query and --teacher-key",
+        ("--teacher-key", guide): "--teacher-key is of distill",
+        (*of_info_nce, "--own-mask", mask): "--own-mask",
+        (*of_info_nce, "--own", image, "--own-indices", outside): "--own-indices (",
+        ("--positive-ids", ids, "--positive-ids", ids):
+            "--positive-ids: expected one array for clip, got a pair",
     }  # fmt: skip
     for options, message in refused.items():
-        assert message in fail(*base, *options)
+        assert message in fail("loss", image, text, "--scale", 3, *options), options
     assert "sup_con: expected --labels" in fail("loss", image, "--loss", "sup_con", "--scale", 1)
-    np.save(tmp_path / "words.npy", np.array(["a"] * M))
-    error = fail(*base, "--loss", "info_nce", "--labels", tmp_path / "words.npy")
-    assert "expected integers, got dtype <U1" in error
-    out = tmp_path / "weights"
-    out.mkdir()
-    files["weights"].rename(out / "image.npy")
-    error = fail(*base, "--weights", out / "image.npy", "--grad-out", out, "--force")
-    assert "image.npy is an input" in error
+    nothing = ("--loss", "lit", "--positive-ids", ids, "--positive-ids", others)
+    assert "no row has a positive" in run("loss", image, text, "--scale", 3, *nothing).stderr
 
 
 def test_no_negatives(tmp_path):
@@ -145,73 +162,3 @@ def test_no_negatives(tmp_path):
     assert result.exit_code == 1
     assert json.loads(result.stdout)["value"]["total"] is None
     assert f"the loss is {-math.inf}: --decoupled leaves nothing" in result.stderr
-
-
-def test_one_hot_rows_are_no_labels(pair, tmp_path):
-    np.save(tmp_path / "eye.npy", np.eye(M, dtype=np.int64))
-    words = fail("loss", *pair[:2], "--loss", "info_nce", "--labels", tmp_path / "eye.npy",
-                 "--scale", 3)  # fmt: skip
-    assert "got key 0 more than once in row 0: labels.argmax(axis=1) makes labels of one" in words
-
-
-def save(folder, **arrays):
-    """Paths of arrays by name."""
-    for name, array in arrays.items():
-        np.save(folder / f"{name}.npy", array)
-    return [folder / f"{name}.npy" for name in arrays]
-
-
-def test_guides_are_files(pair, tmp_path):
-    image, text, *_ = pair
-    guide = np.random.default_rng(8).normal(size=(2, M, 3))
-    paths = save(tmp_path, image_guide=guide[0], text_guide=guide[1])
-    flags = ("--guide", paths[0], "--guide", paths[1], "--guide-margin", 0.3)
-    result = report(image, text, *flags)
-    assert result["options"]["guide"] == list(map(str, paths))
-    assert result["options"]["guide_margin"] == 0.3
-    assert result["retrieval"] is None
-    assert "--guide: expected 2 for clip, got 1" in fail("loss", image, text, *flags[:2])
-    np.save(paths[1], guide[1, :3])
-    assert "expected shape" in fail("loss", image, text, *flags, "--scale", 3)
-
-
-def test_a_teacher_has_files(pair, tmp_path):
-    image, text, *_ = pair
-    teacher = np.random.default_rng(9).normal(size=(2, M, 3))
-    query, key = save(tmp_path, tq=teacher[0], tk=teacher[1])
-    flags = ["--loss", "distill", "--teacher-query", query, "--teacher-key", key]
-    result = report(image, text, *flags, "--teacher-scale", 2.0)
-    assert result["options"]["teacher_key"] == str(key)
-    assert result["options"]["teacher_scale"] == 2.0
-    assert "--teacher-key is of distill" in fail("loss", image, text, *flags[4:])
-    words = "distill: expected --teacher-query and --teacher-key"
-    assert words in fail("loss", image, text, *flags[:4])
-    result = fail("loss", image, text, *flags, "--scale", 3, "--teacher-scale", -1)
-    assert "--teacher-scale: expected a positive number, got -1.0" in result
-    np.save(key, teacher[1][:3])
-    result = fail("loss", image, text, *flags, "--scale", 3)
-    assert re.search(r"--teacher-key \(.*tk.npy\): expected shape", result)
-
-
-def test_own_negatives_positive_ids_and_prefixes(pair, tmp_path):
-    image, text, u, _ = pair
-    rng, ids = np.random.default_rng(10), np.arange(M) // 2
-    own, mask, ids, others, indices = save(
-        tmp_path, own=rng.normal(size=(M, 2, u.shape[1])), own_mask=rng.random((M, 2)) < 0.6,
-        positive_ids=ids, others=ids + M, own_indices=np.full((M, 3), 2 * M),
-    )  # fmt: skip
-    arguments = ("--loss", "info_nce", "--own", own, "--own-mask", mask, "--no-in-batch")
-    result = report(image, text, *arguments)
-    assert result["options"]["own"] == str(own)
-    assert not result["options"]["in_batch"]
-    base = ("loss", image, text, "--scale", 3)
-    assert "--own-mask" in fail(*base, *arguments[:2], "--own-mask", mask)
-    table = save(tmp_path, table=u)
-    words = ("--loss", "info_nce", "--own", *table, "--own-indices", indices)
-    assert "--own-indices (" in fail(*base, *words)
-    pair_of_ids = ("--positive-ids", ids, "--positive-ids", others)
-    assert "no row has a positive" in run(*base, "--loss", "lit", *pair_of_ids).stderr
-    error = fail(*base, *pair_of_ids)
-    assert "--positive-ids: expected one array for clip, got a pair" in error
-    prefixes = f"--dims 2,{u.shape[1]}, --dim-weights 0.5,1"
-    assert prefixes in succeed(*base, *prefixes.replace(", ", " ").split())

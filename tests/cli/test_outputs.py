@@ -7,6 +7,7 @@ import pytest
 from command_line import PNG, fail, succeed
 
 from infonce.cli import loss as loss_command
+from infonce.cli.bench import cpu
 
 SEVERAL = ("--temperature", "1,2")  # for --plot
 
@@ -63,11 +64,13 @@ OUTPUTS = {  # a call that writes `file`
 
 @pytest.mark.skipif(os.name != "posix", reason="pipes and links of a POSIX system")
 @pytest.mark.parametrize("call", OUTPUTS)
-def test_only_files_are_replaced(pair, tmp_path, call):
+def test_only_files_are_replaced(pair, tmp_path, call, monkeypatch):
     """A pipe, a folder and a link without a file are refused. A link to a file stays a link."""
     pytest.importorskip("matplotlib")
     if call.startswith("demo"):
         pytest.importorskip("sklearn")
+    monkeypatch.setattr(cpu, "GEMM", 64)
+    monkeypatch.setattr(cpu, "PAUSE", 0)
     out = tmp_path / "out"
     out.mkdir()
     file, target = out / "scalars.json", tmp_path / "target"
@@ -93,29 +96,18 @@ def test_only_files_are_replaced(pair, tmp_path, call):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="names of files are bytes")
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--temperature", 1, "--grad-out", "gradients\udcff"),
-        ("--temperature", "1,2", "--plot", "plot\udcff.png"),
-        ("--temperature", "1,2", "--plot", "plot\udcff.png", "--compare"),
-    ],
-)
-def test_names_that_are_no_text(pair, tmp_path, monkeypatch, options):
+def test_names_that_are_no_text(pair, tmp_path, monkeypatch):
     """stdout and a plot show them with escapes; a plot takes no name for mathematics."""
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
-    error = fail("loss", "none\udcff.npy", "text.npy", *options)
+    error = fail("loss", "none\udcff.npy", "text.npy", "--temperature", 1)
     assert error == "infonce: error: none\\udcff.npy: no such file or folder\n"
     np.save("$\\x$\udcff.npy", pair[2])
-    printed = succeed("loss", "$\\x$\udcff.npy", "text.npy", *options)
-    assert "$\\x$\\udcff.npy" in printed
-
-
-@pytest.mark.skipif(os.name != "posix", reason="names of files are bytes")
-def test_a_name_of_the_demo_that_is_no_text(tmp_path):
+    plot = ("--temperature", "1,2", "--plot", "plot\udcff.png")
+    for options in (("--temperature", 1, "--grad-out", "out\udcff"), plot, (*plot, "--compare")):
+        printed = succeed("loss", "$\\x$\udcff.npy", "text.npy", *options)
+        assert "$\\x$\\udcff.npy" in printed
     pytest.importorskip("sklearn")
-    pytest.importorskip("matplotlib")
-    file = tmp_path / "demo\udcff.png"
-    assert "wrote " in succeed("demo", "--epochs", 1, "--output", file).splitlines()[-1]
+    printed = succeed("demo", "--epochs", 1, "--output", file := tmp_path / "demo\udcff.png")
+    assert "wrote " in printed.splitlines()[-1]
     assert file.exists()

@@ -129,14 +129,10 @@ def test_the_report_follows_from_the_call(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_labels_of_views_may_not_be_negative() -> None:
-    """NT-Xent refuses negative labels, so the error for a large label does not offer them."""
+    """The error for a large label does not offer negative labels."""
     x = np.random.default_rng(0).standard_normal((4, 3))
-    for last, error in (
-        (8, r"labels: expected values in \[0, 8\), got 8 at position 3$"),
-        (-1, r"labels: expected two rows .* got 3 at position 2, whose own is -1"),
-    ):
-        with pytest.raises(ValueError, match=error):
-            distributed.nt_xent_loss(x, np.array([1, 0, 3, last]), scale=1.0, comm=Mirror())
+    with pytest.raises(ValueError, match=r"labels: expected values in \[0, 8\), got 8 at p.* 3$"):
+        distributed.nt_xent_loss(x, np.array([1, 0, 3, 8]), scale=1.0, comm=Mirror())
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -145,7 +141,6 @@ def test_labels_of_views_may_not_be_negative() -> None:
     [
         ({"scale": 4.0}, "scale: expected the same on all ranks, got 3.0 on rank 0 and 4.0"),
         ({"bias": 1.0, "grad_out": 2.0}, "bias: expected"),
-        ({"grad_out": 2.0}, "grad_out: expected the same on all ranks, got 1.0 on rank 0 and 2.0"),
         ({"grad_out": float("nan")}, "grad_out: expected"),
         ({"scale": 4.0, "function": "clip_loss"}, "function: expected"),
         ({"scale": 4.0, "labels": "given"}, "scale: expected"),
@@ -169,7 +164,7 @@ def test_ranks_that_differ(known: bool, values: dict[str, Any], named: str) -> N
 
 
 def test_temperatures_that_differ() -> None:
-    """The error names the argument that both ranks passed."""
+    """The error names the argument that both ranks passed. The same NaN is the same."""
     ranks = Mirror(changed(scale=4.0, temperature=0.25))
     message = (
         r"^temperature: expected the same on all ranks, got 0\.07 on rank 0 and 0\.25 on rank 1"
@@ -178,37 +173,31 @@ def test_temperatures_that_differ() -> None:
         ranks.message(temperature=0.07)
     ranks.other = changed(temperature=0.25)  # of the same scale: no error
     ranks.message(temperature=0.07)
+    Mirror().message(scale=3.0, grad_out=float("nan"))
 
 
 def test_hashes_and_integers_with_a_sign_are_not_compared() -> None:
     """-1 and 2^64 - 1 have the same bits."""
     ids, z = np.arange(6), np.random.default_rng(0).standard_normal((6, 5))
+    unsigned = ids.astype(np.uint64)
 
-    def refuse(other: str, **integers: Any) -> None:
-        ranks = Mirror(changed(**{name: other for name in integers}))
-        name = next(iter(integers))
-        if name == "labels":
-            distributed.sup_con_loss(z, integers[name], scale=1.0, comm=ranks)
+    def call(**integers: Any) -> None:
+        ranks = Mirror(changed(**dict.fromkeys(integers, "given as int64")))
+        if "labels" in integers:
+            distributed.sup_con_loss(z, integers["labels"], scale=1.0, comm=ranks)
         else:
-            distributed.info_nce_loss(z, z, ids, scale=1.0, comm=ranks, ids=integers[name])
+            distributed.info_nce_loss(z, z, ids, scale=1.0, comm=ranks, **integers)
 
-    for name, values in (("labels", ids.astype(np.uint64)), ("ids", ids.astype(np.uint64)),
-                        ("ids", (ids, ids.astype(np.uint64)))):  # fmt: skip
+    for name, integers, words in (
+        ("labels", unsigned, ".*uint"), ("ids", unsigned, ".*uint"),
+        ("ids", (ids, unsigned), ".*uint"), ("ids", np.stack([ids, ids], axis=1), "int64 of 2"),
+    ):  # fmt: skip
         with pytest.raises(
-            ValueError, match=f"^{name}: expected the same on .*, got 'given as .*uint"
+            ValueError, match=f"^{name}: expected the same on .*, got 'given as {words}"
         ):
-            refuse("given as int64", **{name: values})
-    refuse("given as int64", ids=(ids, ids.astype(np.uint32)))
-    refuse("given as int64", ids=ids.astype(np.int8))
-    with pytest.raises(
-        ValueError, match=r"^ids: expected the same on .*, got 'given as int64 of 2"
-    ):
-        refuse("given as int64", ids=np.stack([ids, ids], axis=1))
-
-
-def test_numbers_that_are_not_numbers() -> None:
-    """The same NaN on all ranks is the same."""
-    Mirror().message(scale=3.0, grad_out=float("nan"))
+            call(**{name: integers})
+    call(ids=(ids, ids.astype(np.uint32)))
+    call(ids=ids.astype(np.int8))
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

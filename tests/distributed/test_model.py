@@ -16,17 +16,20 @@ from infonce.kernels.problem import WORKSPACE
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-RUNS = [
-    run
-    for name in ("ring.json", "ring-large.json")
-    for run in json.loads((RESULTS / name).read_text())["results"]
-]
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run['batch']} over {run['gpus']}")
-def test_recorded_runs(run: dict[str, float]) -> None:
-    predicted = cost.predict_ring(run["batch"] / run["gpus"], int(run["dim"]), int(run["gpus"]))
-    assert abs(predicted.seconds / run["step_s"] - 1) < 0.06
+def test_recorded_runs() -> None:
+    """The model predicts recorded rings within 6%, and recorded gathers of two GPUs, each by one
+    call over MPI, within 15%."""
+    for name, predict, time, error in (
+        ("ring", cost.predict_ring, "step_s", 0.06),
+        ("ring-large", cost.predict_ring, "step_s", 0.06),
+        ("exchanges-mpi", cost.predict_gather, "gather_mpi_s", 0.15),
+    ):
+        for run in json.loads((RESULTS / f"{name}.json").read_text())["results"]:
+            rows = run["batch"] / run["gpus"]
+            predicted = predict(rows, int(run["dim"]), int(run["gpus"]))
+            assert abs(predicted.seconds / run[time] - 1) < error, (name, run)
 
 
 @pytest.fixture
@@ -36,23 +39,12 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("model")
 
 
-@pytest.mark.parametrize(
-    "program", ["distributed/demo.py", "benchmarks/ranks/model.py", "benchmarks/ranks/step.py"]
-)
-def test_programs_run_by_their_path(program: str) -> None:
-    """A program runs as a file, not only as a module of a package."""
-    path = ROOT / program
+def test_program_runs_by_its_path() -> None:
+    """As a file, not only as a module of a package."""
+    path = ROOT / "distributed" / "demo.py"
     done = subprocess.run([sys.executable, str(path), "--help"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "--dim" in done.stdout
-
-
-def test_recorded_gathers() -> None:
-    """The model predicts recorded gathers of two GPUs, each by one call over MPI, within 15%."""
-    for run in json.loads((RESULTS / "exchanges-mpi.json").read_text())["results"]:
-        rows = run["batch"] / run["gpus"]
-        predicted = cost.predict_gather(rows, int(run["dim"]), int(run["gpus"]))
-        assert abs(predicted.seconds / run["gather_mpi_s"] - 1) < 0.15, run["batch"]
 
 
 def test_hidden_from_is_where_transfers_vanish() -> None:
@@ -109,11 +101,11 @@ def test_gather_of_one_host_uses_its_links() -> None:
     assert inside.computing == across.computing
 
 
-@pytest.mark.parametrize("rows", [[5, 5, 5], [7, 0, 3], [1]])
-def test_bytes_of_a_gather(rows: list[int]) -> None:
+def test_bytes_of_a_gather() -> None:
     """Keys and sums of the others, sums of all for the own keys: on the worst of the ranks."""
-    worst = max((sum(rows) - own) * (3 + 4) + len(rows) * max(rows) * 4 for own in rows)
-    assert cost.gather_bytes(rows, 3, 4) == worst
+    for rows in ([5, 5, 5], [7, 0, 3], [1]):
+        worst = max((sum(rows) - own) * (3 + 4) + len(rows) * max(rows) * 4 for own in rows)
+        assert cost.gather_bytes(rows, 3, 4) == worst
 
 
 def test_bytes_of_a_hierarchical_exchange() -> None:

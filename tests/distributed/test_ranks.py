@@ -71,6 +71,13 @@ def run(
     return done.returncode, output
 
 
+def printed(command: list[str]) -> str:
+    """What a program prints that succeeds."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def no_orphans(output: str) -> None:
     for process in map(int, re.findall(r"^process (\d+)$", output, re.MULTILINE)):
         for _ in range(50):
@@ -88,28 +95,17 @@ def all_pass(ranks: int, *checks: str, limit: float = LIMIT) -> None:
 
 
 # What so many ranks do. They start once, which takes seconds a process
-OPTIONS = "equal:6:host", "in_turn:40", "cases", "limits:host", "distilled"
-EQUAL = [f"options_over_ranks:{part}" for part in OPTIONS]
 CHECKS = {
     2: [
-        *EQUAL, "options_over_ranks:ends",
-        "ranks:accuracy:host:mpi:ring",
-        "ranks:offload:host:ring", "options_over_ranks:equal:6:offload to host",
-        "options_over_ranks:distilled:offload to host",
-        "options_over_ranks:own_negatives:offload to host", "ranks_trouble:functions",
-        "ranks_trouble:rooms",
-    ],
-    3: [
-        "ranks_trouble:memory", *EQUAL, "ranks:accuracy:host:mpi:ring",
-        "ranks:accuracy:host:mpi:gather", "ranks:offload:host:ring", "ranks:offload:host:gather",
-        "options_over_ranks:not_finite", "options_over_ranks:ends", "ranks_trouble:mismatch",
-        "ranks_trouble:freed",
+        "ranks_trouble:memory", "options_over_ranks:cases", "options_over_ranks:limits:host",
+        "options_over_ranks:ends",
+        "ranks:accuracy:host:mpi:ring", "ranks_trouble:functions", "ranks_trouble:rooms",
     ],
     4: [
-        "options_over_ranks:equal:12:host", *EQUAL[1:],
-        "options_over_ranks:not_finite",
+        "options_over_ranks:cases", "options_over_ranks:limits:host",
+        "options_over_ranks:not_finite", "ranks:accuracy:host:mpi:ring",
+        "ranks:accuracy:host:mpi:gather", "ranks_trouble:mismatch", "ranks_trouble:freed",
     ],
-    5: ["options_over_ranks:in_turn:9"],
 }  # fmt: skip
 
 
@@ -197,31 +193,22 @@ def test_ctrl_c_ends_all_ranks() -> None:
 
 
 @functools.cache
-def gpu_missing() -> str | None:
-    """Why nothing can run on a GPU here."""
-    code = "import cupy; assert cupy.cuda.runtime.getDeviceCount()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    return done.stderr.strip().splitlines()[-1] if done.returncode else None
-
-
-@functools.cache
 def gpus() -> int:
     code = "import cupy; print(cupy.cuda.runtime.getDeviceCount())"
-    return int(subprocess.run([sys.executable, "-c", code], capture_output=True).stdout)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    return int(done.stdout) if done.returncode == 0 else 0
+
+
+@pytest.fixture
+def need_gpu() -> None:
+    if not gpus():
+        pytest.skip("no GPU that CuPy can use")
 
 
 # What so many ranks do on GPUs. They start once: a start, and the first call of each kernel, take
 # seconds. In the hierarchical exchange, two ranks are nodes of one GPU each
-ON_GPUS = [
-    f"options_over_ranks:{check}:gpu" for check in ("equal:9", "limits", "own_negatives", "tokens")
-]
-OFFLOADED = [
-    "ranks:offload:gpu:auto",
-    *[
-        f"options_over_ranks:{check}:offload to gpu"
-        for check in ("equal:4", "limits", "distilled", "own_negatives")
-    ],
-]
+ON_GPUS = ["options_over_ranks:limits:gpu", "options_over_ranks:table:gpu"]
+
 GPU_CHECKS = {
     1: ON_GPUS,
     2: [
@@ -229,33 +216,32 @@ GPU_CHECKS = {
             f"ranks:accuracy:gpu:{transport}:{exchange}"
             for transport in ("auto", "staged") for exchange in ("ring", "gather", "hierarchical")
         ],
-        *ON_GPUS, *OFFLOADED,
+        *ON_GPUS, "options_over_ranks:limits:offload to gpu",
     ],
     4: [*ON_GPUS, "ranks:accuracy:gpu:staged:hierarchical"],
 }  # fmt: skip
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("need_gpu")
 @pytest.mark.parametrize("ranks", GPU_CHECKS)
 def test_gpus_equal_one_gpu(ranks: int) -> None:
     """Ranks share GPUs if there are fewer, except with NCCL."""
-    if reason := gpu_missing():
-        pytest.skip(reason)
     with_nccl = ["ranks:accuracy:gpu:nccl:hierarchical"] if ranks == 4 <= gpus() else []
     all_pass(ranks, *GPU_CHECKS[ranks], *with_nccl, limit=900)
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("need_gpu")
 @pytest.mark.parametrize("exchange", ["ring", "gather"])
 @pytest.mark.parametrize("how", ["copies", "nccl"])
 def test_transfers_between_two_gpus(how: str, exchange: str) -> None:
     """Large arrays take the ways that the swap of small arrays does not."""
-    if reason := gpu_missing():
-        pytest.skip(reason)
     all_pass(2, f"ranks_trouble:transfers:{how}:{exchange}", limit=300)
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("need_gpu")
 @pytest.mark.parametrize(
     ("what", "exchange", "how"),
     [
@@ -269,8 +255,6 @@ def test_transfers_between_two_gpus(how: str, exchange: str) -> None:
 def test_rank_in_trouble_on_gpus(what: str, exchange: str, how: str) -> None:
     """The other rank names it. A stopped rank is named at the timeout, while the device still
     waits."""
-    if reason := gpu_missing():
-        pytest.skip(reason)
     if how == "nccl" and gpus() < 2:
         pytest.skip("NCCL wants a GPU for each rank")
     timeout, words, low, high = 20, "rank 1", -1, 10
@@ -297,11 +281,7 @@ for features in ([numpy.ones((3, 2))], [numpy.ones((3, 2))] * 2):
     except (TypeError, RuntimeError) as error:
         print(error)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT,
-        env=ENVIRONMENT, check=True,
-    )  # fmt: skip
-    missing, not_started = done.stdout.splitlines()
+    missing, not_started = printed([sys.executable, "-c", program]).splitlines()
     assert "got no text" in missing
     assert not_started.startswith("MPI is not started")
 
@@ -311,39 +291,26 @@ def test_example_of_the_page(tmp_path: Path) -> None:
     page = (HERE.parents[1] / "docs" / "distributed.md").read_text()
     (program,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
     (tmp_path / "train.py").write_text(program)
-    done = subprocess.run(
-        command(2, "-m", "mpi4py", str(tmp_path / "train.py")),
-        capture_output=True, text=True, timeout=LIMIT, env=ENVIRONMENT, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    said = re.findall(r"rank \d: (loss [\d.]+, gradient of \(256, 64\))", done.stdout)
-    assert len(said) == 2
-    assert len(set(said)) == 1
+    said = printed(command(2, "-m", "mpi4py", str(tmp_path / "train.py")))
+    losses = re.findall(r"rank \d: (loss [\d.]+, gradient of \(256, 64\))", said)
+    assert len(losses) == 2
+    assert len(set(losses)) == 1
 
 
 def test_demo() -> None:
     """Digits over ranks, equal to one process."""
     pytest.importorskip("sklearn")
-    assert MPIEXEC is not None
-    done = subprocess.run(
-        command(3, "-m", "infonce.distributed.demo", "--steps", "11"),
-        capture_output=True, text=True, timeout=LIMIT, env=ENVIRONMENT, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "3 ranks" in done.stdout
-    assert "against one process" in done.stdout
+    said = printed(command(3, "-m", "infonce.distributed.demo", "--steps", "11"))
+    assert "3 ranks" in said
+    assert "against one process" in said
 
 
 def test_step_of_random_features(tmp_path: Path) -> None:
-    assert MPIEXEC is not None
     output, path = tmp_path / "row.json", HERE.parents[1] / "benchmarks" / "ranks" / "step.py"
-    done = subprocess.run(
-        command(2, str(path), "--batch", "301", "--dim", "9", "--output", str(output)),
-        capture_output=True, text=True, timeout=LIMIT, env=ENVIRONMENT, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    options = ["--batch", "301", "--dim", "9", "--output", str(output)]
+    said = printed(command(2, str(path), *options))
     for words in ("301 x 9 float32 over 2 ranks", "useful rate", "memory", "not hidden"):
-        assert words in done.stdout
+        assert words in said
     row = json.loads(output.read_text())
     assert (row["batch"], row["dim"], row["ranks"], row["dtype"]) == (301, 9, 2, "float32")
     assert row["flops_a_rank"] == pytest.approx(8 * 301**2 * 9 / 2 / row["step_s"])

@@ -65,19 +65,22 @@ class Pair(distributed.Communicator):
         return types.SimpleNamespace(wait=wait)
 
 
+def over_pair(work: Any) -> list[Any]:
+    """What `work` returns of each of two ranks: (its communicator, its rows of 12)."""
+    queues: list[queue.Queue[Any]] = [queue.Queue(), queue.Queue()]
+    rows = [slice(0, 5), slice(5, 12)]
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(lambda rank: work(Pair(rank, queues), rows[rank]), range(2)))
+
+
 def test_communicator_of_ones_own() -> None:
     x, y = np.random.default_rng(0).standard_normal((2, 12, 5))
     want = infonce.clip_loss_and_grad(x, y, scale=3.0)
-    queues: list[queue.Queue[Any]] = [queue.Queue(), queue.Queue()]
-
-    def work(rank: int) -> Any:
-        rows = slice(5, 12) if rank else slice(0, 5)
-        return distributed.clip_loss_and_grad(
-            x[rows], y[rows], scale=3.0, comm=Pair(rank, queues), exchange="ring"
+    results = over_pair(
+        lambda comm, rows: distributed.clip_loss_and_grad(
+            x[rows], y[rows], scale=3.0, comm=comm, exchange="ring"
         )
-
-    with ThreadPoolExecutor(2) as threads:
-        results = list(threads.map(work, range(2)))
+    )
     for got in results:
         np.testing.assert_allclose(got.loss, want.loss, rtol=1e-13)
     text = np.concatenate([got.grads.text for got in results])
@@ -92,47 +95,42 @@ class Summing(Vectors):
         return loss, *super().totals(problem, losses, *parts)[1:]
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("kind", [Vectors, Summing])
-def test_reduction_over_ranks(
-    kind: type[Vectors], reduction: str, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_reduction_over_ranks(reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks agree on the loss, also if only one of them sums losses in its totals."""
     x, y = np.random.default_rng(0).standard_normal((2, 12, 5))
     block_runner = run.choose_block_runner
-    queues: list[queue.Queue[Any]] = [queue.Queue(), queue.Queue()]
 
     def with_vectors(request: Any) -> Any:
-        vectors = (kind if len(request.problem.query) == 7 else Vectors)(np)
+        vectors = (Summing if len(request.problem.query) == 7 else Vectors)(np)
         return dataclasses.replace(block_runner(request), vectors=vectors)
 
     monkeypatch.setattr(run, "choose_block_runner", with_vectors)
     want = infonce.clip_loss_and_grad(x, y, scale=3.0, reduction=reduction)
-
-    def work(rank: int) -> Any:
-        rows = slice(5, 12) if rank else slice(0, 5)
-        return distributed.clip_loss_and_grad(
-            x[rows], y[rows], scale=3.0, comm=Pair(rank, queues), exchange="ring",
-            reduction=reduction,
-        )  # fmt: skip
-
-    with ThreadPoolExecutor(2) as threads:
-        results = list(threads.map(work, range(2)))
+    results = over_pair(
+        lambda comm, rows: distributed.clip_loss_and_grad(
+            x[rows], y[rows], scale=3.0, comm=comm, exchange="ring", reduction=reduction
+        )
+    )
     for got, rows in zip(results, (slice(0, 5), slice(5, 12)), strict=True):
         rank_loss = want.loss[rows] if reduction == "none" else want.loss
         np.testing.assert_allclose(got.loss, rank_loss, rtol=1e-13)
         np.testing.assert_allclose(got.grads.scale, want.grads.scale, rtol=1e-12)
 
 
-@pytest.mark.parametrize("loss", ["info_nce", "nt_xent", "clip", "lit", "siglip", "sup_con", "gte"])
+@pytest.mark.parametrize("loss", [*spec.LOSSES, "clip of prefixes"])
 def test_one_rank_is_one_process(loss: str) -> None:
     """Bit for bit, and without a word to anyone."""
+    loss, _, prefixes = loss.partition(" of ")
     x, y = np.random.default_rng(0).standard_normal((2, 12, 5))
     kind, ranks = spec.LOSSES[loss], Alone()
+    options: dict[str, Any] = {"scale": 3.0, "normalize": True}
+    if prefixes:  # a wide call, whose products have threads
+        x, y = np.random.default_rng(0).standard_normal((2, 1500, 96))
+        options["dims"] = (32, 96)
     args: list[Any] = [x, y][: len(kind.arguments)]
     args += [np.arange(12) // 3] if kind.classes else []
     args += [np.array(-1.0)] if kind.sigmoid else []
-    options: dict[str, Any] = {"scale": 3.0, "normalize": True}
     ranks.allgather = None  # type: ignore[assignment, method-assign]
     want = getattr(infonce, f"{loss}_loss_and_grad")(*args, **options)
     for gradient_scale in ("global", "ddp"):
@@ -143,39 +141,26 @@ def test_one_rank_is_one_process(loss: str) -> None:
             assert (a is None and b is None) or np.array_equal(a, b)
     alone = getattr(distributed, f"{loss}_loss")(*args, **options, comm=ranks)
     assert alone == getattr(infonce, f"{loss}_loss")(*args, **options)
-    for wrong in ({"exchange": "all"}, {"transport": "post"}, {"method": "fused"}):
-        with pytest.raises(ValueError, match=f"^{next(iter(wrong))}: expected"):
-            getattr(distributed, f"{loss}_loss")(*args, **options, comm=ranks, **wrong)
-
-
-def test_views_anywhere_on_one_rank() -> None:
-    """One rank accepts labels of views, an argument that only calls over ranks have."""
-    z = np.random.default_rng(0).standard_normal((12, 5))
-    other = np.arange(12) ^ 1
-    order = np.r_[0:12:2, 1:12:2]
-    want = infonce.nt_xent_loss_and_grad(z[order], scale=3.0)
-    got = distributed.nt_xent_loss_and_grad(z, other, scale=3.0, comm=Alone())
-    np.testing.assert_allclose(got.loss, want.loss, rtol=1e-13)
-    np.testing.assert_allclose(got.grads[0][order], want.grads[0], rtol=1e-12, atol=1e-15)
-
-
-def test_prefixes_of_one_rank_have_the_bits_of_one_process() -> None:
-    x, y = np.random.default_rng(0).standard_normal((2, 1500, 96))
-    options: dict[str, Any] = {"scale": 3.0, "dims": (32, 96)}
-    want = infonce.clip_loss_and_grad(x, y, **options)
-    got = distributed.clip_loss_and_grad(x, y, **options, comm=Alone())
-    for mine, one in zip((got.loss, *got.grads), (want.loss, *want.grads), strict=True):
-        np.testing.assert_array_equal(mine, one)
 
 
 def test_errors_of_one_rank_are_those_of_one_process() -> None:
     x = np.ones((3, 2))
-    for args, error, words in (
-        ((x, x[:2]), ValueError, "^text: expected 3 rows like image"),
-        ((x,), TypeError, r"^infonce.distributed.clip_loss\(\): expected image, text, got no text"),
+    options: dict[str, Any]
+    for args, options, error, words in (
+        ((x, x[:2]), {}, ValueError, "^text: expected 3 rows like image"),
+        (
+            (x,),
+            {},
+            TypeError,
+            r"^infonce.distributed.clip_loss\(\): expected image, text",
+        ),
+        ((x, x), {"exchange": "all"}, ValueError, "^exchange: expected"),
+        ((x, x), {"transport": "post"}, ValueError, "^transport: expected"),
+        ((x, x), {"method": "fused"}, ValueError, "^method: expected"),
+        ((x, x), {"comm": "world"}, TypeError, "^comm: expected an mpi4py communicator, got str"),
     ):
         with pytest.raises(error, match=words):
-            distributed.clip_loss(*args, scale=1.0, comm=Alone())
+            distributed.clip_loss(*args, scale=1.0, **{"comm": Alone(), **options})
     timeout = np.int64(9)
     assert distributed.clip_loss(x, x, scale=1.0, comm=Alone(), timeout=timeout) > 0
 
@@ -213,22 +198,13 @@ def test_mpi4py_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         distributed.clip_loss(np.ones((2, 2)), np.ones((2, 2)), scale=1.0)
 
 
-def test_comm_of_another_kind() -> None:
-    with pytest.raises(TypeError, match="comm: expected an mpi4py communicator, got str"):
-        distributed.clip_loss(np.ones((2, 2)), np.ones((2, 2)), scale=1.0, comm="world")
-
-
 def test_waiting_is_bounded() -> None:
-    ranks = Alone()
-    ranks.timeout = 0.05
-    with pytest.raises(distributed.RankError, match=r"rank 0 waited 0.05 s for another rank"):
-        ranks.until(lambda: False)
-
-
-def test_what_a_library_does_is_bounded() -> None:
+    """For another rank, and for a library."""
     ranks, main = Alone(), threading.get_ident()
     assert ranks.bounded(threading.get_ident, "gloo") != main
     ranks.timeout = 0.05
+    with pytest.raises(distributed.RankError, match=r"rank 0 waited 0.05 s for another rank"):
+        ranks.until(lambda: False)
     with pytest.raises(distributed.RankError, match=r"rank 0 waited 0.05 s"):
         ranks.bounded(threading.Event().wait, "gloo")
     with pytest.raises(
@@ -354,12 +330,13 @@ def test_choice_is_what_all_ranks_have() -> None:
         choice.choose("nccl", [{"mpi": None}])
 
 
-@pytest.mark.parametrize(("value", "want"), [("1", True), ("0", False)])
-def test_cuda_aware_by_explicit_word(
-    monkeypatch: pytest.MonkeyPatch, value: str, want: bool
-) -> None:
-    monkeypatch.setenv("INFONCE_CUDA_AWARE_MPI", value)
-    assert choice.cuda_aware() is want
+def test_cuda_aware_by_explicit_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, want in (("1", True), ("0", False)):
+        monkeypatch.setenv("INFONCE_CUDA_AWARE_MPI", value)
+        assert choice.cuda_aware() is want
+    monkeypatch.setenv("INFONCE_CUDA_AWARE_MPI", "maybe")
+    with pytest.raises(ValueError, match="INFONCE_CUDA_AWARE_MPI: expected 0 or 1, got 'maybe'"):
+        choice.cuda_aware()
 
 
 @pytest.mark.extras
@@ -374,12 +351,6 @@ def test_cuda_aware_wants_ranks_over_mpi(monkeypatch: pytest.MonkeyPatch) -> Non
     others = choice.gpu_availability(Alone.over_mpi)
     assert others["cuda-aware"] == "the ranks do not communicate by MPI"
     assert others.keys() == over_mpi.keys()
-
-
-def test_cuda_aware_by_a_word_that_means_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("INFONCE_CUDA_AWARE_MPI", "maybe")
-    with pytest.raises(ValueError, match="INFONCE_CUDA_AWARE_MPI: expected 0 or 1, got 'maybe'"):
-        choice.cuda_aware()
 
 
 def test_partition() -> None:
@@ -455,53 +426,34 @@ def test_values_on_a_board() -> None:
         os.close(file)
 
 
-@pytest.mark.parametrize("loss", ["clip", "nt_xent", "siglip", "info_nce", "lit"])
+@pytest.mark.parametrize("loss", ["clip", "siglip", "info_nce"])
 def test_a_small_batch_on_each_rank(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loss has the bits of one process, on all ranks; the rows of a call that is repeated come
-    with the ranks' comparison. Values that are not finite go by passes, on all ranks."""
+    """Ranks have the same bits; the rows of a call that is repeated come with the ranks'
+    comparison. Values that are not finite go by passes, on all ranks."""
     assert schedule.WHOLE_MULTIPLY_ADDS <= resources.SINGLE
     assert schedule.WHOLE_MULTIPLY_ADDS // 8 < resources.THREADED
-    x, y = np.random.default_rng(0).standard_normal((2, 12, 5))
-    order = np.r_[0:2, 6:8, 2:6, 8:12]  # both views of rows are on one rank
-    kind = spec.LOSSES[loss]
-    rows = [slice(0, 4), slice(4, 12)] if loss == "nt_xent" else [slice(0, 5), slice(5, 12)]
-    queues: list[queue.Queue[Any]] = [queue.Queue(), queue.Queue()]
-    shifts: list[int] = []
-    monkeypatch.setattr(
-        Pair,
-        "shift",
-        lambda self, *arrays, shift=Pair.shift: shifts.append(0) or shift(self, *arrays),
-    )
+    sides = list(np.random.default_rng(0).standard_normal((2, 12, 5)))
+    shifts, shift = list[int](), Pair.shift
+    monkeypatch.setattr(Pair, "shift", lambda *args: shifts.append(0) or shift(*args))
+    bias = [-1.0] if loss == "siglip" else []
 
-    def call(*sides: Any) -> list[Any]:
-        def work(rank: int) -> Any:
-            parts = [(side[order] if loss == "nt_xent" else side)[rows[rank]] for side in sides]
-            bias = [-1.0] if loss == "siglip" else []
-            function = getattr(distributed, f"{loss}_loss_and_grad")
-            pair = Pair(rank, queues)
-            return [function(*parts, *bias, scale=3.0, comm=pair) for _ in range(2)]
+    def call(comm: Pair, rows: slice) -> Any:
+        function = getattr(distributed, f"{loss}_loss_and_grad")
+        parts = [side[rows] for side in sides]
+        return [function(*parts, *bias, scale=3.0, comm=comm) for _ in range(2)]
 
-        with ThreadPoolExecutor(2) as threads:
-            return list(threads.map(work, range(2)))
-
-    sides = [x, y][: len(kind.arguments)]
-    arguments = [*sides, *([-1.0] if loss == "siglip" else [])]
-    want = getattr(infonce, f"{loss}_loss_and_grad")(*arguments, scale=3.0)
-    results = call(*sides)
+    want = getattr(infonce, f"{loss}_loss_and_grad")(*sides, *bias, scale=3.0)
+    results = over_pair(call)
     assert not shifts
     for result in itertools.chain(*results):
         np.testing.assert_allclose(result.loss, want.loss, rtol=1e-15)
         assert result.loss == results[0][0].loss
         assert result.grads.scale == results[0][0].grads.scale
         np.testing.assert_allclose(result.grads.scale, want.grads.scale, rtol=1e-12)
-    for name in kind.arguments:
-        gradient = getattr(want.grads, name)
-        if gradient is not None:
-            for repeat in range(2):
-                got = np.concatenate([getattr(r[repeat].grads, name) for r in results])
-                whole = gradient[order] if loss == "nt_xent" else gradient
-                np.testing.assert_allclose(got, whole, rtol=1e-11, atol=1e-14)
+    for i, repeat in itertools.product(range(2), range(2)):
+        got = np.concatenate([each[repeat].grads[i] for each in results])
+        np.testing.assert_allclose(got, want.grads[i], rtol=1e-11, atol=1e-14)
     sides[0][0, 0] = np.nan
-    for result in itertools.chain(*call(*sides)):
+    for result in itertools.chain(*over_pair(call)):
         assert np.isnan(result.loss)
     assert shifts

@@ -46,6 +46,20 @@ def fits(problem: Problem) -> bool:
     return not problem.poison and min(longest) > 1e-15 and max(longest) < 1e15
 
 
+def use_device(rank: int) -> None:
+    """The GPU of a rank: ranks share GPUs if there are fewer."""
+    cupy.cuda.Device(rank % cupy.cuda.runtime.getDeviceCount()).use()
+
+
+def on_host(found: Result) -> Result:
+    """A copy of a result with NumPy's arrays."""
+    copied: Result = {k: host(z) for k, z in found.items() if k not in ("lse", "metrics")}
+    metrics = found["metrics"]
+    if metrics is not None:
+        metrics = SimpleNamespace(**{field: host(getattr(metrics, field)) for field in METRICS})
+    return copied | {"lse": list(map(host, found["lse"])), "metrics": metrics}
+
+
 def with_gpu(problem: Problem, method: str) -> Result:
     args, options = arguments(problem)
     options = {name: on_device(value) for name, value in options.items()}
@@ -55,14 +69,9 @@ def with_gpu(problem: Problem, method: str) -> Result:
         options.pop("metrics", None)
     function = getattr(infonce, f"{problem.loss}_loss_and_grad")
     found = by_name(function(*map(on_device, args), **options))
-    metrics = found.pop("metrics")
     if problem.has_tokens:
         found["scores"] = find_scores(list(map(on_device, problem.features)), options)
-    copied: Result = {name: host(z) for name, z in found.items() if name != "lse"}
-    copied["lse"] = [host(z) for z in found["lse"]]
-    if metrics is not None:
-        metrics = SimpleNamespace(**{field: host(getattr(metrics, field)) for field in METRICS})
-    return copied | {"metrics": metrics}
+    return on_host(found)
 
 
 for _method in ("naive", "fused", "tiled"):

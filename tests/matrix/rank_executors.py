@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import gpu_executors
 import numpy as np
 import processes
 from comparison import Result
@@ -47,7 +48,7 @@ def shard(problem: Problem, rank: int, size: int) -> tuple[Problem, Mine]:
             np.r_[r.start : r.stop, half + r.start : half + r.stop] for r in cut(half, size, seed)
         ]
         mine = [views[rank].astype(int)] * 2
-        if seed % 2:  # any row may be on any rank
+        if seed // 8 % 2:  # any row may be on any rank
             order = np.random.default_rng(seed).permutation(rows)
             mine = [order[parts[0][rank]]] * 2
             options["labels"] = np.argsort(order)[(order + half) % rows][parts[0][rank]]
@@ -124,7 +125,8 @@ def watched(begin: Any) -> Any:
 
 
 def over_mpi(seed: int, number: int, largest: int, exchange: str, way: str) -> Any:
-    """The result of all ranks. `way`: "world", "subgroup" or "offload"."""
+    """The result of all ranks. `way`: "world", "subgroup", or the place of features and of blocks:
+    "GPU", "offload" (of features in host memory) to a stand-in, or "offload to GPU"."""
     from infonce.distributed import cost
     from mpi4py import MPI
 
@@ -138,30 +140,40 @@ def over_mpi(seed: int, number: int, largest: int, exchange: str, way: str) -> A
     args, options = arguments(local)
     options |= {k: v for k, v in problem.settings.items() if k not in ("workspace", "metrics")}
     options |= {"exchange": exchange, "comm": comm, "timeout": 60}
-    options["method"] = ("auto", "naive", "tiled")[number % 3] if way != "offload" else "auto"
+    options["method"] = ("auto", "naive", "tiled")[number % 3] if "world" in way else "auto"
     if problem.has_tokens and options["method"] not in METHODS:
         options["method"] = "auto"
-    if exchange == "ring" and number % 2:
-        least = 2**22 if problem.has_tokens else 2**17
+    turn = number // 8  # the number modulo 8 is that of the loss
+    if exchange == "ring" and turn % 2:
+        least = 2**22 if problem.has_tokens or "GPU" in way else 2**17
         options["workspace"] = problem.settings.get("workspace", least)
+    grad_out = local.grad_out
+    if "GPU" in way:
+        gpu_executors.use_device(comm.rank)
+    if way == "GPU":
+        on_device = gpu_executors.on_device
+        args, grad_out = list(map(on_device, args)), on_device(grad_out)
+        options = {name: on_device(value) for name, value in options.items()}
     alone = {k: v for k, v in options.items() if k not in spec.GRAD_ONLY}
-    nodes = {1: 1, 2: 1, 3: (1, 3)[number % 2], 4: 2}[comm.size]
+    nodes = {1: 1, 2: 1, 3: (1, 3)[turn % 2], 4: 2}[comm.size]
     answer: Any
     try:
         with (
-            mock.patch.object(cost, "LEAST_VISIT_BYTES", (1, 2**26)[number // 2 % 2]),
+            mock.patch.object(cost, "LEAST_VISIT_BYTES", (1, 2**26)[turn // 2 % 2]),
             mock.patch.dict(os.environ, INFONCE_LOCAL_SIZE=str(nodes)),
             mock.patch.object(CPU, "__init__", watched(CPU.__init__)),
             np.errstate(all="ignore"), offloading(way == "offload") as more,
         ):  # fmt: skip
             function = getattr(distributed, f"{problem.loss}_loss")
-            options |= {"grad_out": local.grad_out, **more}
+            more |= {"offload": True} if way == "offload to GPU" else {}
+            options |= {"grad_out": grad_out, **more}
             options["metrics"] = problem.settings.get("metrics", False)
             with_gradients = getattr(distributed, f"{problem.loss}_loss_and_grad")
             out, again = (with_gradients(*args, **options) for _ in range(2))
             for one, other in zip(out.grads, again.grads, strict=True):  # the same bits
                 assert one is other is None or one.tobytes() == other.tobytes()
-            answer = by_name(out) | {"loss alone": function(*args, **alone, **more)}, mine
+            found = by_name(out) | {"loss alone": function(*args, **alone, **more)}
+            answer = gpu_executors.on_host(found) if "GPU" in way else found, mine
     except Exception as error:
         answer = error
     return collect(problem, comm.allgather(answer))
@@ -239,11 +251,20 @@ if importlib.util.find_spec("mpi4py"):
         ("1", "auto", "world"), ("2", "auto", "world"), ("3", "ring", "world"),
         ("3", "gather", "world"), ("3", "hierarchical", "world"), ("3", "ring", "subgroup"),
         ("4", "hierarchical", "world"),  # of two nodes
-        ("2", "ring", "offload"),
+        ("2", "ring", "offload"), ("3", "gather", "offload"),
     ):  # fmt: skip
         executor(
             f"MPI, {_ranks} ranks, {_exchange}, {_way}", of_numpy, not_finite="loss",
             fits=of_stand_in if _way == "offload" else fits,
             largest=40, needs=("mpi4py",), draws=120 if _way == "offload" else 40,
             tokens=_way != "offload",
+        )(by(f"mpi {_ranks}", _exchange, _way))  # fmt: skip
+    for _ranks, _exchange, _way in (
+        ("1", "auto", "GPU"), ("2", "ring", "GPU"), ("2", "gather", "GPU"),
+        ("2", "auto", "offload to GPU"), ("4", "hierarchical", "GPU"),
+    ):  # fmt: skip
+        executor(
+            f"MPI, {_ranks} ranks, {_exchange}, {_way}", of_numpy, device=True, largest=40,
+            fits=lambda problem: fits(problem) and gpu_executors.fits(problem),
+            needs=("mpi4py",), marks=("card",), tokens=_way == "GPU",
         )(by(f"mpi {_ranks}", _exchange, _way))  # fmt: skip

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +77,11 @@ def documented(site: Path) -> set[str]:
     return {line.split()[0] for line in zlib.decompress(lines[4]).decode().splitlines()}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_every_public_name_is_there(site: Path, module: str) -> None:
-    names = public(MODULES[module])
-    assert len(names) > 3
-    missing = {f"{module}.{name}" for name in names} - documented(site)
-    assert not missing
+def test_every_public_name_is_there(site: Path) -> None:
+    for module, path in MODULES.items():
+        names = public(path)
+        assert len(names) > 3
+        assert not {f"{module}.{name}" for name in names} - documented(site)
 
 
 @pytest.mark.parametrize("module", [*sorted(set(MODULES) - {"infonce.schedules"}), *IN_PLACE_OF])
@@ -160,7 +160,7 @@ def test_first_program_of_the_readme_learns(capsys: pytest.CaptureFixture[str]) 
         README.read_text(), re.M | re.S,
     ).groups()  # fmt: skip
     assert README.read_text().index(program) < README.read_text().index("\n## ")
-    exec(compile(program, "README.md", "exec"), {})
+    execute([program])
     number = re.compile(r"[\d.]+")
     got, said = capsys.readouterr().out, printed
     assert number.sub("#", got) == number.sub("#", said)
@@ -175,14 +175,14 @@ def test_first_program_of_the_readme_learns(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.extras
-def test_torch_example_of_the_readme_learns() -> None:
-    """Its encoders and its scale."""
-    (example,) = (e for e in examples("../README.md") if e.startswith("import torch"))
+def test_examples_of_torch_learn() -> None:
+    """Encoders and the scale of the README; the model of docs/first_model.md."""
     pytest.importorskip("torch")
-    names: dict[str, Any] = {}
-    exec(compile(example, "README.md", "exec"), names)
+    (example,) = (e for e in examples("../README.md") if e.startswith("import torch"))
+    names = execute([example])
     assert names["loss"] < 0.1
     assert names["criterion"].log_scale.exp() > 16
+    assert execute(examples("first_model.md"))["first"] > 0.4  # of 300 names
 
 
 # --- what pages say of the code -------------------------------------------------------------------
@@ -191,11 +191,11 @@ def test_torch_example_of_the_readme_learns() -> None:
 PAGES = [README, ROOT / "benchmarks" / "NOTES.md", *sorted(DOCS.glob("*.md"))]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_paths_are_there(page: Path) -> None:
+def test_paths_are_there() -> None:
     folders = "infonce|kernels|distributed|benchmarks|tests|tools|notebooks|docs"
-    named = re.findall(rf"(?<!}})`((?:{folders})/[\w./-]*)`", page.read_text())
-    assert not [path for path in named if not (ROOT / path).exists()]
+    for page in PAGES:
+        named = re.findall(rf"(?<!}})`((?:{folders})/[\w./-]*)`", page.read_text())
+        assert not [path for path in named if not (ROOT / path).exists()], page.name
 
 
 def defined(path: Path) -> set[str]:
@@ -216,18 +216,13 @@ def defined(path: Path) -> set[str]:
 
 
 def test_map_of_the_code() -> None:
-    """Functions that tables of docs/code.md name are defined in the files, and its folders are
-    there."""
+    """Functions that tables of docs/code.md name are defined in the files."""
     lines = [line for line in (DOCS / "code.md").read_text().splitlines() if line[:2] == "| "]
     places = re.findall(r"`([\w.]+/[\w./]+\.\w+)`: (`[\w.]+`(?:, `[\w.]+`)*)", "\n".join(lines))
     assert len(places) > 50
     for path, names in places:
         missing = set(re.findall(r"[\w.]+", names)) - defined(ROOT / path)
         assert not missing, f"not in {path}"
-    paths = re.findall(
-        r"`((?:infonce|kernels|distributed|benchmarks|tests|tools)/[\w./]*)`", "\n".join(lines)
-    )
-    assert not [path for path in paths if not (ROOT / path).exists()]
 
 
 def test_names_of_the_code_are_there() -> None:
@@ -262,38 +257,36 @@ NAMES = {"info_nce": "InfoNCE", "nt_xent": "NT-Xent", "sup_con": "SupCon", "clip
          "lit": "LiT", "siglip": "SigLIP", "gte": "GTE"}  # fmt: skip
 
 
-@pytest.mark.parametrize("place", [
-    "README.md", "docs/index.md", "docs/losses.md", "docs/api/index.md", "docs/migrating.md",
-    "setup.cfg description", "setup.cfg keywords", "infonce --help",
-])  # fmt: skip
-def test_every_loss_is_named(place: str) -> None:
+def test_every_loss_is_named() -> None:
     """Each place names every loss, or its function."""
     assert NAMES.keys() == LOSSES.keys()
-    file, _, part = place.partition(" ")
-    if file == "infonce":
-        text = succeed(part)
-    else:
-        text = (ROOT / file).read_text()
-        if part:
-            (text,) = re.findall(rf"^{part} = (.*)$", text, re.MULTILINE)
-    missing = [n for loss, n in NAMES.items() if n not in text and f"{loss}_loss" not in text]
-    assert not missing
+    texts = {page: (ROOT / page).read_text() for page in (
+        "README.md", "docs/index.md", "docs/losses.md", "docs/api/index.md", "docs/migrating.md",
+    )}  # fmt: skip
+    setup = (ROOT / "setup.cfg").read_text()
+    for part in ("description", "keywords"):
+        (texts[part],) = re.findall(rf"^{part} = (.*)$", setup, re.MULTILINE)
+    texts["infonce --help"] = succeed("--help")
+    for place, text in texts.items():
+        missing = [n for loss, n in NAMES.items() if n not in text and f"{loss}_loss" not in text]
+        assert not missing, place
 
 
-@functools.cache
-def compared(cosine: float) -> infonce.Comparison:
-    return infonce.compare("clip", rows=4096, dim=512, cosine=cosine, temperature=(0.01, 0.07))
+def compared(cosine: float, *temperature: float) -> list[Any]:
+    found = infonce.compare("clip", rows=4096, dim=512, cosine=cosine, temperature=temperature)
+    return list(found.errors)
 
 
 @pytest.mark.slow
 def test_errors_of_precisions_are_those_of_a_run() -> None:
     """The table of docs/numerics.md. Errors of float32 depend on the order of sums, so they are
-    compared within a factor of 3; others have the roundings of their format."""
+    compared within a factor of 3; others have the roundings of their format. And float16 in the
+    README: of a batch that is not learned yet, and of one that is."""
     text = (DOCS / "numerics.md").read_text()
     lines = re.findall(r"^\| (0\.\d+) \| `(\w+)` \| (\w+) \| (.*) \|$", text, re.M)
-    found = compared(0.3)
-    assert len(lines) == len(found.errors) == 14
-    for (temperature, precision, dtype, numbers), error in zip(lines, found.errors, strict=True):
+    found = compared(0.3, 0.01, 0.07)
+    assert len(lines) == len(found) == 14
+    for (temperature, precision, dtype, numbers), error in zip(lines, found, strict=True):
         key = float(temperature), precision, dtype
         assert key == (error.temperature, error.precision, error.grad_dtype)
         loss, norm, element, lost = numbers.split(" | ")
@@ -303,30 +296,21 @@ def test_errors_of_precisions_are_those_of_a_run() -> None:
         assert abs(error.loss_error - float(loss)) < 0.1 * float(loss) + 3e-7
         assert 100 * error.worst("lost") == pytest.approx(float(lost[:-1]), abs=0.2)
 
-
-@pytest.mark.slow
-def test_errors_of_float16_in_the_readme() -> None:
-    """Of a batch that is not learned yet, and of one that is."""
     (part,) = re.findall(r"^It depends on how small.*?^$", README.read_text(), re.M | re.S)
-    numbers = [
-        float(n)
-        for n in re.findall(
-            r"\d+(?:\.\d+)?(?:e-\d+)?(?=%|\b)", part.replace("float16", "").replace("float32", "")
-        )
-    ]
-    loss, gradient, learned_loss, cosine, *learned, loss_error, learned_loss_error = numbers
+    part = part.replace("float16", "").replace("float32", "")
+    said = [float(n) for n in re.findall(r"\d+(?:\.\d+)?(?:e-\d+)?(?=%|\b)", part)]
+    loss, gradient, learned_loss, cosine, *learned, loss_error, learned_loss_error = said
     assert (loss, cosine, learned_loss) == (2.2, 0.3, 5.6e-6)
-    for cosine, want, percent, error_of_loss in (
-        (0.15, loss, [gradient], loss_error),
-        (0.3, learned_loss, learned, learned_loss_error),
+    for errors, want, percent, error_of_loss in (
+        (compared(0.15, 0.01), loss, [gradient], loss_error),
+        (found, learned_loss, learned, learned_loss_error),
     ):
-        errors = compared(cosine).errors
         narrow, wide = (e for e in errors if e.precision == "fp16" and e.temperature == 0.01)
         assert narrow.loss == pytest.approx(want, rel=0.02)
         assert narrow.loss_error == pytest.approx(error_of_loss, rel=0.05)
         got = narrow.worst("norm"), narrow.worst("lost"), wide.worst("norm")
-        for value, said in zip(got, percent, strict=False):
-            assert 100 * value == pytest.approx(said, rel=0.11)
+        for value, each in zip(got, percent, strict=False):
+            assert 100 * value == pytest.approx(each, rel=0.11)
 
 
 # --- examples -------------------------------------------------------------------------------------
@@ -336,23 +320,19 @@ def examples(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S)
 
 
+def execute(programs: Sequence[str], **names: Any) -> dict[str, Any]:
+    """The names that programs leave, of which each sees those of the earlier ones."""
+    assert programs
+    for program in programs:
+        exec(compile(program, "an example", "exec"), names)
+    return names
+
+
 @pytest.mark.parametrize(
     "page", ["faq.md", "index.md", "late_interaction.md", "losses.md", "methods.md"]
 )
 def test_examples_run(page: str) -> None:
-    assert examples(page)
-    names: dict[str, object] = {}
-    for example in examples(page):
-        exec(compile(example, page, "exec"), names)
-
-
-@pytest.mark.extras
-def test_first_model_learns() -> None:
-    pytest.importorskip("torch")
-    names: dict[str, float] = {}
-    for example in examples("first_model.md"):
-        exec(compile(example, "first_model.md", "exec"), names)
-    assert names["first"] > 0.4  # of 300 names
+    execute(examples(page))
 
 
 @pytest.mark.extras
@@ -361,8 +341,7 @@ def test_training_with_a_queue() -> None:
     torch = pytest.importorskip("torch")
     (example,) = (text for text in examples("frameworks.md") if "KeyQueue" in text)
     torch.manual_seed(0)
-    names: dict[str, Any] = {}
-    exec(compile(example, "frameworks.md", "exec"), names)
+    names = execute([example])
     assert names["keys"].shape == (30 * 16, 32)
     query, keys = (torch.nn.functional.normalize(names[z]) for z in ("query", "keys"))
     want = torch.nn.functional.cross_entropy(query @ keys.T / 0.2, torch.arange(16))
@@ -394,11 +373,8 @@ def test_training_steps_of_other_projects(diff: str) -> None:
             r"SentenceTransformer\(.*\)$", "sentence_model()", "\n".join(lines), flags=re.M
         )
         torch.manual_seed(0)
-        names: dict[str, Any] = {
-            "sentence_model": functools.partial(sentence_model, width=16, dropout=0.0)
-        }
-        exec(compile(code, "migrating.md", "exec"), names)
-        losses.append(float(names["loss"].detach()))
+        model = functools.partial(sentence_model, width=16, dropout=0.0)
+        losses.append(float(execute([code], sentence_model=model)["loss"].detach()))
     assert losses[0] > 0.01
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
@@ -409,11 +385,11 @@ def test_diffs_are_of_the_projects_that_install() -> None:
     assert len(DIFFS) == len(projects) + 3  # and one's own loss, without and with mined negatives
 
 
-@pytest.mark.parametrize("page", ["distributed.md", "frameworks.md", "migrating.md"])
-def test_examples_are_python(page: str) -> None:
-    assert examples(page)
-    for example in examples(page):
-        compile(example, page, "exec")
+def test_examples_are_python() -> None:
+    for page in ("distributed.md", "frameworks.md", "migrating.md"):
+        assert examples(page)
+        for example in examples(page):
+            compile(example, page, "exec")
 
 
 # --- recorded results -----------------------------------------------------------------------------

@@ -18,13 +18,9 @@ from infonce.notebooks import explorer
 SCRIPTS = Path(__file__).parents[2] / "docs" / "static" / "explorer"
 BROWSER = next(filter(shutil.which, ("chromium", "google-chrome", "chromium-browser")), None)
 needs_node = pytest.mark.skipif(not shutil.which("node"), reason="no node to run JavaScript")
+FILES = {"Formats": "formats.js", "Exact": "exact.js", "Rounding": "rounding.js"}
 LOAD = "".join(
-    f"const {name} = require({json.dumps(str(SCRIPTS / file))});"
-    for name, file in [
-        ("Formats", "formats.js"),
-        ("Exact", "exact.js"),
-        ("Rounding", "rounding.js"),
-    ]
+    f"const {name} = require({json.dumps(str(SCRIPTS / file))});" for name, file in FILES.items()
 )
 
 # those of the settings `given`, at scale 10
@@ -41,12 +37,9 @@ def javascript(code: str, arguments: Any = None) -> Any:
     read = "const given = JSON.parse(require('fs').readFileSync(0));"
     program = f"{LOAD}{read}console.log(JSON.stringify((() => {{{code}}})()))"
     done = subprocess.run(
-        ["node", "-e", program],
-        input=json.dumps(arguments),
-        capture_output=True,
-        text=True,
+        ["node", "-e", program], input=json.dumps(arguments), capture_output=True, text=True,
         timeout=120,
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -96,12 +89,8 @@ def test_formats_round_to_the_same_bits(name: str) -> None:
 @needs_node
 def test_numbers_of_a_format_are_those_of_ml_dtypes() -> None:
     formats = javascript("return Formats.FORMATS")
-    dtypes = {
-        "fp64": np.float64,
-        "fp32": np.float32,
-        "fp16": np.float16,
-        "bf16": ml_dtypes.bfloat16,
-    }
+    dtypes = {"fp64": np.float64, "fp32": np.float32, "fp16": np.float16,
+              "bf16": ml_dtypes.bfloat16}  # fmt: skip
     for name, dtype in dtypes.items():
         info = ml_dtypes.finfo(dtype)
         assert formats[name]["roundoff"] == float(info.eps) / 2
@@ -138,9 +127,8 @@ def test_exact_values_are_those_of_mpmath() -> None:
         for name, values in wanted.items():
             pairs = zip(np.ravel(got[name]), np.ravel(got[name + "Low"]), values, strict=True)
             for high, low, want in pairs:
-                assert abs(mp.mpf(float(high)) + mp.mpf(float(low)) - want) < 1e-28 * abs(want), (
-                    name
-                )
+                off = abs(mp.mpf(float(high)) + mp.mpf(float(low)) - want)
+                assert off < 1e-28 * abs(want), name
 
 
 @needs_node
@@ -186,11 +174,9 @@ def test_errors_are_within_their_bounds(name: str) -> None:
 @needs_node
 def test_many_rows() -> None:
     """Half a million logits, more than a call of a function may have arguments."""
-    relative = javascript(
-        RELATIVE_ERRORS,
-        {"format": "bf16", "n": 720, "d": 8, "norm": 1, "cosine": 0.5, "seed": 1},
-    )
-    assert all(0 < part["error"] <= part["bound"] for part in relative.values())
+    given = {"format": "bf16", "n": 720, "d": 8, "norm": 1, "cosine": 0.5, "seed": 1}
+    parts = javascript(RELATIVE_ERRORS, given).values()
+    assert all(0 < part["error"] <= part["bound"] for part in parts)
 
 
 @pytest.mark.parametrize("form", explorer.FORMATS)

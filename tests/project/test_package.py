@@ -31,15 +31,15 @@ def run(code: str) -> str:
 
 
 def test_import_waits_for_no_framework() -> None:
+    """It loads few modules beyond those of NumPy, which the caller has imported."""
     heavy = "cupy torch jax mpi4py numba matplotlib sklearn click rich threadpoolctl scipy"
-    code = f"import infonce, sys; print([m for m in {heavy.split()} if m in sys.modules])"
-    assert run(code).strip() == "[]"
-
-
-def test_import_loads_few_modules() -> None:
-    """Beyond those that NumPy loads, because the caller has imported NumPy."""
-    code = "import sys, numpy; n = len(sys.modules); import infonce; print(len(sys.modules) - n)"
-    assert int(run(code)) < 60
+    code = (
+        "import sys, numpy; n = len(sys.modules); import infonce\n"
+        f"print(len(sys.modules) - n, [m for m in {heavy.split()} if m in sys.modules])"
+    )
+    number, _, loaded = run(code).strip().partition(" ")
+    assert loaded == "[]"
+    assert int(number) < 60
 
 
 def test_import_from_a_checkout_that_is_not_installed() -> None:
@@ -59,18 +59,18 @@ def test_import_from_a_checkout_that_is_not_installed() -> None:
     assert float(loss) == pytest.approx(math.log1p(1 / math.e))
 
 
-@pytest.mark.parametrize(
-    ("code", "found"),
-    [("from infonce.kernels.problem import WORKSPACE as it", "int"),
-     ("from infonce.distributed.transports.choice import describe as it",
-      "def (on_gpu: bool) -> dict[str, str]")],
-)  # fmt: skip
-def test_types_of_mapped_packages_are_known(code: str, found: str) -> None:
+def test_types_of_mapped_packages_are_known() -> None:
     """mypy sees what infonce imports from `kernels` and `distributed`, which are not Any."""
     pytest.importorskip("mypy")
-    command = [sys.executable, ROOT / "tests" / "typecheck.py", "-c", f"{code}; reveal_type(it)"]
+    code = (
+        "from infonce.kernels.problem import WORKSPACE\n"
+        "from infonce.distributed.transports.choice import describe\n"
+        "reveal_type(WORKSPACE); reveal_type(describe)"
+    )
+    command = [sys.executable, ROOT / "tests" / "typecheck.py", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert f'Revealed type is "{found}"' in done.stdout, done.stdout + done.stderr
+    for found in ("int", "def (on_gpu: bool) -> dict[str, str]"):
+        assert f'Revealed type is "{found}"' in done.stdout, done.stdout + done.stderr
 
 
 def test_every_public_name_is_documented_and_typed() -> None:
@@ -96,19 +96,21 @@ def test_a_name_that_is_not_there_tells_what_is(name: str, near: str) -> None:
 
 
 @pytest.mark.extras
-@pytest.mark.parametrize("module", ["distributed", "jax", "torch"])
-def test_adapters_are_attributes(module: str) -> None:
-    pytest.importorskip({"distributed": "mpi4py"}.get(module, module))
-    code = (
+def test_adapters_are_attributes() -> None:
+    for module in ("distributed", "jax", "torch"):
+        pytest.importorskip({"distributed": "mpi4py"}.get(module, module))
+    lines = run(
         "import infonce, sys\n"
-        f"loaded = 'infonce.{module}' in sys.modules\n"
-        f"function = infonce.{module}.clip_loss\n"
-        f"try: infonce.{module}.clip\n"
-        "except AttributeError as error: print(loaded, function.__name__, error)"
-    )
-    output = run(code)
-    assert output.startswith(f"False clip_loss module 'infonce.{module}' has no attribute 'clip'")
-    assert "clip_loss?)" in output
+        "for name in ('distributed', 'jax', 'torch'):\n"
+        "    loaded = 'infonce.' + name in sys.modules\n"
+        "    module = getattr(infonce, name)\n"
+        "    try: module.clip\n"
+        "    except AttributeError as error: print(loaded, module.clip_loss.__name__, error)"
+    ).splitlines()
+    for module, line in zip(("distributed", "jax", "torch"), lines, strict=True):
+        missing = f"False clip_loss module 'infonce.{module}' has no attribute 'clip'"
+        assert line.startswith(missing)
+        assert "clip_loss?)" in line
 
 
 @pytest.mark.parametrize("library", ["jax", "torch"])
@@ -173,15 +175,14 @@ def test_wheel(wheel: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") or name.endswith("/LICENSE") for name in names)
 
 
-def metadata(wheel: Path) -> importlib.metadata.PackageMetadata:
+def distribution(wheel: Path) -> importlib.metadata.Distribution:
     folder = f"infonce_kernels-{infonce.__version__}.dist-info"
-    path = zipfile.Path(wheel) / folder
-    return importlib.metadata.PathDistribution(path).metadata  # type: ignore[arg-type]
+    return importlib.metadata.PathDistribution(zipfile.Path(wheel) / folder)  # type: ignore[arg-type]
 
 
 def test_description_stands_without_the_repository(wheel: Path) -> None:
     """A package index has no files beside the README: no pictures, no links but to the web."""
-    about = metadata(wheel)
+    about = distribution(wheel).metadata
     assert (about["Name"], about["Version"]) == ("infonce-kernels", infonce.__version__)
     assert about["Description-Content-Type"] == "text/markdown"
     text = about.get_payload() or about["Description"]  # type: ignore[attr-defined]
@@ -204,9 +205,7 @@ def test_description_stands_without_the_repository(wheel: Path) -> None:
 
 def extra(wheel: Path, name: str) -> dict[str, Requirement]:
     """The requirements that `pip install infonce-kernels[name]` adds on Linux."""
-    folder = f"infonce_kernels-{infonce.__version__}.dist-info"
-    built = importlib.metadata.PathDistribution(zipfile.Path(wheel) / folder)  # type: ignore[arg-type]
-    wanted = [Requirement(line) for line in built.requires or ()]
+    wanted = [Requirement(line) for line in distribution(wheel).requires or ()]
     environment = {"extra": name, "platform_system": "Linux"}
     return {r.name: r for r in wanted if r.marker and r.marker.evaluate(environment)}
 

@@ -69,25 +69,19 @@ def test_defaults_are_written_as_python_reads_them() -> None:
         assert eval(SIGNATURES["written"](value), {"math": math}) == value
 
 
-@pytest.fixture(scope="module")
-def mypy_output(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """mypy's output for a user's file with right and wrong calls."""
+def test_mypy_takes_right_calls_and_refuses_wrong_ones(tmp_path: Path) -> None:
+    """A user's file with right and wrong calls."""
     pytest.importorskip("mypy")
-    folder = tmp_path_factory.mktemp("user")
-    (folder / "mypy.ini").write_text(CONFIG)
-    (folder / "train.py").write_text(PROGRAM + "".join(f"    {wrong}\n" for wrong in WRONG))
+    (tmp_path / "mypy.ini").write_text(CONFIG)
+    (tmp_path / "train.py").write_text(PROGRAM + "".join(f"    {wrong}\n" for wrong in WRONG))
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--cache-dir", str(folder / "cache"), "train.py"],
-        capture_output=True, text=True, cwd=folder, env={"MYPYPATH": str(ROOT)}, timeout=300,
+        [sys.executable, "-m", "mypy", "--cache-dir", str(tmp_path / "cache"), "train.py"],
+        capture_output=True, text=True, cwd=tmp_path, env={"MYPYPATH": str(ROOT)}, timeout=300,
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
-    return done.stdout
-
-
-def test_mypy_takes_right_calls_and_refuses_wrong_ones(mypy_output: str) -> None:
-    lines = {int(n): text for n, text in re.findall(r"train\.py:(\d+): error: (.*)", mypy_output)}
+    lines = {int(n): text for n, text in re.findall(r"train\.py:(\d+): error: (.*)", done.stdout)}
     first = len(PROGRAM.splitlines()) + 1
-    assert sorted(lines) == [*range(first, first + len(WRONG))], mypy_output
+    assert sorted(lines) == [*range(first, first + len(WRONG))], done.stdout
     for line, words in enumerate(WRONG.values(), first):
         assert words in lines[line]
 
@@ -97,39 +91,25 @@ def defaults(function: Any) -> dict[str, Any]:
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
+def values(table: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
+    return {name: value for name, (_, value) in table.items()}
+
+
 @pytest.mark.extras
 @pytest.mark.parametrize("loss", LOSSES)
 def test_help_has_all_keywords(loss: str) -> None:
     """Imported functions and modules have all keywords and their defaults."""
-    pytest.importorskip("torch")
-    import infonce.torch as it
-
+    it, kind = pytest.importorskip("infonce.torch"), LOSSES[loss]
     module = getattr(it, f"{SIGNATURES['CAMEL'][loss]}Loss")
-    torch_defaults = {
-        name: value for name, (_, value) in keywords.torch_function(LOSSES[loss]).items()
-    }
-    assert defaults(getattr(it, f"{loss}_loss")) == torch_defaults == defaults(module.forward)
-    assert defaults(module) == {
-        name: value for name, (_, value) in keywords.torch_module(LOSSES[loss]).items()
-    }
-    instance_signature = inspect.signature(module(scale=1.0))
-    assert "learnable" not in instance_signature.parameters
-
-
-@pytest.mark.extras
-@pytest.mark.parametrize("loss", LOSSES)
-def test_help_of_jax_has_all_keywords(loss: str) -> None:
-    pytest.importorskip("jax")
-    import infonce.jax as ij
-
-    jax_defaults = {name: value for name, (_, value) in keywords.jax_function(LOSSES[loss]).items()}
-    assert defaults(getattr(ij, f"{loss}_loss")) == jax_defaults
+    of_function = values(keywords.torch_function(kind))
+    assert defaults(getattr(it, f"{loss}_loss")) == of_function == defaults(module.forward)
+    assert defaults(module) == values(keywords.torch_module(kind))
+    assert "learnable" not in inspect.signature(module(scale=1.0)).parameters
+    ij = pytest.importorskip("infonce.jax")
+    assert defaults(getattr(ij, f"{loss}_loss")) == values(keywords.jax_function(kind))
 
 
 def test_keywords_of_a_group_are_those_over_ranks() -> None:
-    pytest.importorskip("mpi4py")
-    from infonce.distributed.losses import RANK_OPTIONS
-
-    group_defaults = {name: value for name, (_, value) in keywords.GROUP.items()}
-    over_ranks = {{"comm": "group"}.get(name, name): v for name, v in RANK_OPTIONS.items()}
-    assert group_defaults == {**over_ranks, "gradient_scale": "ddp"}
+    options = pytest.importorskip("infonce.distributed.losses").RANK_OPTIONS
+    over_ranks = {{"comm": "group"}.get(name, name): value for name, value in options.items()}
+    assert values(keywords.GROUP) == {**over_ranks, "gradient_scale": "ddp"}
