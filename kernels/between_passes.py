@@ -50,6 +50,7 @@ class Finalized:
         return SoftmaxGradient(
             self.rows.reference, self.row_factor, None if columns is None else columns.reference,
             column_factor, self.positive_gradient, linear=self.linear,
+            bounded_by_positives=not self.linear,
         )  # fmt: skip
 
 

@@ -135,6 +135,9 @@ class SoftmaxGradient:
     # divisors of float16 follow. None: `positive_gradient`, because query j has the positive j
     column_positive_gradient: Array | None = None
     linear: Sequence[Any] = ()  # `linear.LinearTerm`s, added to the complete gradients
+    # whether the size of dL/dx at the positive of a row (column) bounds that at its other pairs.
+    # False with linear terms, also if others than this pass add them
+    bounded_by_positives: bool = True
 
     phase = "gradient"
 

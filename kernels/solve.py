@@ -48,7 +48,7 @@ from .direction_losses import DirectionLosses, finalize_direction
 from .epilogues import Epilogue, OnlineSoftmax, Sigmoid, SoftmaxGradient, Statistics, Sums
 from .grid import Grid, gradient_visits
 from .options import find_limits, with_found_vectors
-from .problem import Array, Gradients, NotFinite, Problem, materialize_vectors
+from .problem import LN_2, Array, Gradients, NotFinite, Problem, materialize_vectors
 from .targets import mirror_positive_logits
 
 
@@ -223,8 +223,9 @@ def find_nan(xp: Any, losses: Array) -> Any:
 class Vectors:
     """The operations on vectors of length M and N, as arrays of NumPy or CuPy (`xp`).
 
-    GPU backends override most methods by kernels. `exponent_scaled`: passes multiply the dot
-    products of positives by `Problem.exponent_scale`, as on a GPU, and not by `Problem.scale`.
+    GPU backends override most methods by kernels. `exponent_scaled`: a GPU's passes multiply the
+    dot products of positives by `Problem.exponent_scale`, and not by `Problem.scale`; and instead
+    of the maximum, their sums may have a reference exponent far below the largest logit.
     """
 
     def __init__(self, xp: Any, exponent_scaled: bool = False) -> None:
@@ -276,7 +277,12 @@ class Vectors:
         softmax_mean: Array | None = None,
     ) -> DirectionLosses:  # fmt: skip
         """`finalize_direction`: losses of rows, or of columns, from complete sums."""
-        return finalize_direction(self.xp, sums, positive, decoupled, softmax_mean)
+        losses = finalize_direction(self.xp, sums, positive, decoupled, softmax_mean)
+        if self.exponent_scaled:  # of the gradient pass, references are at least the largest logit
+            lse2 = losses.lse / LN_2
+            losses.reference = self.xp.where(self.xp.isneginf(lse2), 0.0, lse2)
+            losses.reference_probability = 1.0
+        return losses
 
     # -- the steps of a call
 

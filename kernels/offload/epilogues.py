@@ -24,8 +24,8 @@ def map_arrays(
     `mapped` is only for recursive calls: id of an object -> its result.
     """
     mapped = {} if mapped is None else mapped
-    if value is None:
-        return None
+    if value is None or isinstance(value, bool):
+        return value
     if id(value) not in mapped:
         if is_dataclass(value):
             parts = (map_arrays(getattr(value, f.name), function, mapped) for f in fields(value))
@@ -101,6 +101,7 @@ def block_epilogue(epilogue: Epilogue, rows: slice, columns: slice) -> Epilogue:
         softmax = SoftmaxGradient(
             epilogue.row_reference[rows], epilogue.row_factor[rows], reference, factor,
             epilogue.positive_gradient[rows], positive,
+            bounded_by_positives=epilogue.bounded_by_positives,
         )  # fmt: skip
         if isinstance(epilogue, TaughtGradient) and epilogue.teacher is not None:
             teacher: Any = block_epilogue(epilogue.teacher, rows, columns)

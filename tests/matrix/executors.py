@@ -18,7 +18,7 @@ from unittest import mock
 
 import numpy as np
 from comparison import Result
-from host_device import Host, Rows, VectorsOfGPU
+from host_device import Host, Rows
 from infonce.kernels import between_passes, solve
 from infonce.kernels import problem as kernels_problem
 from infonce.kernels.arrays.backend import ArrayBlocks
@@ -166,7 +166,7 @@ executor("NumPy, least workspace", of_numpy, draws=300)(
           fits=lambda problem: "precision" not in problem.settings)  # fmt: skip
 def with_arrays(problem: Problem) -> Result:
     """Passes over small blocks by operations on arrays, with vectors of the CPU or of a GPU."""
-    vectors = VectorsOfGPU() if problem.number % 2 else solve.Vectors(np)
+    vectors = solve.Vectors(np, exponent_scaled=bool(problem.number % 2))
 
     def solve_by_arrays(problem: Any, gradients: Any) -> Any:
         blocks = ArrayBlocks(problem, gradients, vectors, Rows)

@@ -79,19 +79,6 @@ class Rows:
         gradient -= (g / self.length).astype(np.float64)
 
 
-class VectorsOfGPU(solve.Vectors):
-    """Positives' logits in the scale of exponents and reference exponents as kernels have them."""
-
-    def __init__(self) -> None:
-        super().__init__(np, exponent_scaled=True)
-
-    def direction(self, *args: Any) -> Any:
-        end = super().direction(*args)
-        end.reference = np.where(np.isneginf(end.lse), 0.0, end.lse / np.log(2))
-        end.reference_probability = 1.0
-        return end
-
-
 class Host:
     """The device, as `kernels/offload/device.py` describes it.
 

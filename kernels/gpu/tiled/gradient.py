@@ -406,9 +406,7 @@ class SoftmaxRun(GradientRun):
                     biased = cupy.empty(len(bias))
                     buffers.add_bias(reference, bias, LOG2_E, biased)
                     sources[f"{side}_reference"] = biased
-        # dL/dx at a positive bounds its row of the gradient block, unless the row has several
-        # positives or linear terms
-        bounded_by_positive = not epilogue.linear and problem.set_size == 1
+        bounded_by_positive = epilogue.bounded_by_positives and problem.set_size == 1
         if buffers.vectors.ranges is not None:
             self.ranges = buffers.vectors.ranges
         else:
