@@ -63,6 +63,7 @@ def solve(
     # On GPUs: one plan for the whole call, if the call has one. A plan reads no `weights`, because
     # `upstream` contains them. A loss that does not follow from sums needs `weights`, and has no
     # plan: with linear terms, joint softmax, positive ids, `groups`, `own`, `key_bias` or limits
+    unweighted = problem
     if request.on_gpu:
         unweighted = problem.without_weights() if problem.loss_follows_from_sums else problem
         by_plan: Solution | None = planned.solve_by_plan(
@@ -71,15 +72,16 @@ def solve(
         )  # fmt: skip
         if by_plan is not None:
             return by_plan
-        # Kernels compute plain problems (one positive for each row, no option but `ids`), without
-        # weights. Operations on arrays need the weights, which tell which rows have no positive
-        if unweighted.plain:
-            problem = unweighted
+    runner = choose_block_runner(request)
+    vectors: Any = runner.vectors
+    # Kernels need no weights. Operations on arrays need them: they tell which rows have no positive
+    if request.on_gpu and vectors.has_plan(unweighted):
+        problem = unweighted
 
     # positives, and classes over all ranks. The only other row of a class may be on any rank
     labelled = labelled or problem.classes is not None
-    runner, first_query = choose_block_runner(request), schedule.queries.starts[ranks.rank]
-    vectors, xp = runner.vectors, runner.vectors.xp
+    first_query = schedule.queries.starts[ranks.rank]
+    xp = vectors.xp
     make_contiguous(xp, problem)
     if not (labelled or problem.has_positive_ids):
         problem.positives = shard_positives(xp, problem, first_query)

@@ -16,6 +16,7 @@ from infonce.kernels.direction_losses import finalize_direction as finalize_in_n
 from infonce.kernels.epilogues import Sums
 from infonce.kernels.gpu.device.compiler import SOURCES
 from infonce.kernels.problem import LN_2
+from infonce.kernels.solve import Vectors
 from mpmath import mp
 
 INF, NAN = math.inf, math.nan
@@ -214,3 +215,12 @@ def test_merge(where: str, request: pytest.FixtureRequest) -> None:
         got = called(request.getfixturevalue("header").merged, rows, 3)
     np.testing.assert_array_equal(got[:, :2], table[:, 4:])
     np.testing.assert_array_equal(got[:, 2], -3.0 * table[:, 5])
+
+
+def test_references_of_a_gpus_sums_are_at_least_the_largest_logit() -> None:
+    """Where vectors are on the host: a sum may have a reference far below its largest logit."""
+    sums = Sums(np.array([160.0, -np.inf]), np.array([2.0**21, 0.0]))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        losses = Vectors(np, exponent_scaled=True).direction(sums, np.full(2, -np.inf))
+    assert losses.reference.tolist() == [181.0, 0.0]
+    assert losses.reference_probability == 1.0

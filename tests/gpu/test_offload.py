@@ -234,6 +234,26 @@ def test_gradients_that_are_longer_than_features(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("loss", ["clip", "sup_con"])
+def test_streamed_blocks_whose_positives_are_in_classes(cupy: Any, loss: str) -> None:
+    """Without single positives, other numbers bound the elements of blocks in float16."""
+    m, rng = 400, np.random.default_rng(0)
+    args = pairs("random", m, m, 64, np.float32, 0)
+    classes = rng.integers(0, 3, m)
+    if loss == "clip":
+        options: dict[str, Any] = {"positive_ids": classes}
+    else:
+        args, options = args[:1], {"labels": classes}
+    ref = judged(loss, args, scale=100.0, **options)
+    workspace = room(128, 64, m, m, item=4, real=4)
+    call = partial(getattr(infonce, f"{loss}_loss_and_grad"), scale=100.0, precision="fp32")
+    got = call(*args, offload=True, workspace=workspace, **options)
+    assert_loss(float(got.loss), ref.loss, "float32", 150.0)
+    for name in ("image", "text") if loss == "clip" else ("features",):
+        assert_grad(getattr(got.grads, name), ref.grads[name], "float32", 150.0)
+
+
+@pytest.mark.gpu
 def test_pinned_mapped_and_strided(cupy: Any, tmp_path: Any) -> None:
     """Pinned, mapped and strided features in host memory give the same result."""
     import cupyx
