@@ -24,35 +24,6 @@ from infonce.checks import validation
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@given(
-    m=st.integers(1, 90), n=st.integers(1, 90), rows=st.integers(12, 70),
-    wave=st.integers(4, 90), labelled=st.booleans(), ids=st.booleans(),
-    normalize=st.booleans(), metrics=st.booleans(), seed=st.integers(0, 99),
-)  # fmt: skip
-def test_equal_to_the_host(
-    loss: str, m: int, n: int, rows: int, wave: int, labelled: bool, ids: bool,
-    normalize: bool, metrics: bool, seed: int,
-) -> None:  # fmt: skip
-    rng = np.random.default_rng(seed)
-    if not labelled:
-        m, n = min(m, n), max(m, n)
-    d = 30
-    args = arguments(loss, *pairs("partly aligned", m, n, d, np.float64, seed))
-    options: dict[str, Any] = {"scale": 9.0, "normalize": normalize}
-    options["metrics"] = metrics and loss != "siglip"
-    if loss == "info_nce" and labelled:
-        options["labels"] = rng.integers(0, n, m)
-    if ids:
-        each = [rng.integers(0, 20, len(z)) for z in args]
-        options["ids"] = tuple(each) if loss == "info_nce" else each[0]
-    workspace = room(rows, d, *(len(z) for z in (args[0], args[-1])))
-    with mock.patch.object(layout, "WAVE_ROWS", wave):
-        got, device = on_host(loss, args, workspace=workspace, **options)
-    assert device.xp.peak + device.workspace <= workspace
-    close(got, getattr(infonce, f"{loss}_loss_and_grad")(*args, **options))
-
-
-@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize(("rows", "wave"), [(60, 60), (60, 10), (20, 60)])
 def test_what_stays(loss: str, rows: int, wave: int) -> None:
     """All features, those of one side in all passes, or a part of them."""
@@ -179,34 +150,6 @@ def cupy() -> Any:
     if missing := infonce.arrays.gpu_missing():
         pytest.skip(missing)
     return module
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
-@pytest.mark.parametrize("loss", LOSSES)
-def test_on_the_gpu(cupy: Any, loss: str, dtype: Any) -> None:
-    """Against float64, and bitwise the same from run to run, whatever stays."""
-    d, scale = 64, 8.0
-    m, n, rows = smaller((1500, 1700, 256), (100, 120, 40))
-    args = arguments(loss, *pairs("partly aligned", m, n, d, dtype, 0))
-    truth = judged(loss, args, scale=scale, normalize=True)
-    name, logit = np.dtype(dtype).name, 8.0
-    for workspace, wave in ((room(rows, d, m, n), 2000), (2**28, rows), (2**28, 2000)):
-        options = {"scale": scale, "normalize": True, "offload": True, "workspace": workspace}
-        call = partial(getattr(infonce, f"{loss}_loss_and_grad"), *args, **options)
-        with mock.patch.multiple(layout, WAVE_ROWS=wave, MOST_WAVES=1):
-            got, again = call(), call()
-        assert isinstance(got.loss, np.ndarray)
-        assert_loss(got.loss, truth.loss, name, logit)
-        for field in got.grads._fields:
-            g, w = getattr(got.grads, field), truth.grads[field]
-            if w is None:
-                continue
-            assert g.tobytes() == getattr(again.grads, field).tobytes()
-            if field not in ("scale", "bias"):
-                assert isinstance(g, np.ndarray)
-                assert g.dtype == dtype
-                assert_grad(g, w, name, logit)
 
 
 @pytest.mark.gpu

@@ -100,27 +100,6 @@ def test_strides(dtype: str, strides: str) -> None:
     check(z, strides, own_indices=indices, scale=4.0, normalize=True)
 
 
-@pytest.mark.parametrize("options", [
-    {"hardness": 5.0, "false_negative_margin": 0.1}, {"margin": 0.2, "in_batch": False},
-])  # fmt: skip
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_options(dtype: str, options: dict[str, Any]) -> None:
-    z, _ = draw(21, 150, 5, 40, dtype)
-    check(z, scale=6.0, normalize=True, **options)
-    z, indices, rng = draw_table(21, 5, 40, 9, dtype)
-    options = options | {"own_indices": indices, "own_bias": rng.standard_normal((21, 5))}
-    check(z, scale=6.0, normalize=True, **options)
-
-
-@pytest.mark.parametrize("size", [1e-30, 1e30])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_normalised_rows_of_any_size(dtype: str, size: float) -> None:
-    """Squares of such features are 0 or infinite in float32."""
-    z, _ = draw(20, 140, 5, 48, dtype)
-    z[0], z[2] = (part * z[0].dtype.type(size) for part in (z[0], z[2]))
-    check(z, scale=4.0, normalize=True)
-
-
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize("shift", [-300.0, -40.0, 40.0, 300.0])
 def test_logits_far_from_those_of_the_batch(dtype: str, shift: float) -> None:
@@ -192,18 +171,6 @@ def test_little_workspace() -> None:
             near(getattr(got.grads, field), want.grads[field], "bfloat16")
 
 
-@pytest.mark.parametrize("wrt", [FIELDS, ("key", "scale"), ("own", "scale")])
-@pytest.mark.parametrize("margin", [0.0, 0.2])
-def test_the_scale_from_feature_gradients(
-    monkeypatch: pytest.MonkeyPatch, margin: float, wrt: tuple[str, ...]
-) -> None:
-    """In large batches, own negatives and a margin each add their part."""
-    monkeypatch.setattr(problem, "FEW_LOGITS", 0)
-    z, _ = draw(140, 150, 5, 40, "float32")
-    options: dict[str, Any] = {"scale": 3.0, "margin": margin}
-    check(z, wrt=wrt, **options)
-
-
 @pytest.mark.parametrize("normalize", [False, True])
 def test_the_vectors_of_a_rank(normalize: bool) -> None:
     """The rank's blocks know nothing of own negatives, so they have plans. Own negatives join the
@@ -269,14 +236,6 @@ def test_tables(dtype: str, d: int, k: int, rows: int, normalize: bool) -> None:
     z[2][-1] = np.nan  # it has no use
     gradient = check(z, own_indices=indices, scale=4.0, normalize=normalize)
     assert not gradient[-1].any()
-
-
-@pytest.mark.parametrize("size", [1e-30, 1e30])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_normalised_tables_of_any_size(dtype: str, size: float) -> None:
-    z, indices, _ = draw_table(20, 20, 48, 9, dtype)
-    z[0], z[2] = (part * part.dtype.type(size) for part in (z[0], z[2]))
-    check(z, own_indices=indices, scale=4.0, normalize=True)
 
 
 @pytest.mark.parametrize("shift", [-300.0, 0.0, 300.0])

@@ -190,29 +190,6 @@ def test_memory_within_the_workspace() -> None:
         assert peak - sum(z.nbytes for z in out.grads[:2]) <= 2**24
 
 
-@pytest.mark.parametrize("options", [{}, {"token_mean": True}, {"normalize": True}], ids=str)
-@pytest.mark.parametrize("workspace", ["40KiB", None])
-def test_scores(
-    workspace: str | None, options: dict[str, Any], divisions: list[division.Division]
-) -> None:
-    """Of each dtype in each precision; in one block or several."""
-    features = draw(26, 310, 4, 7, 8, 2)
-    masks = features[2]
-    for dtype in (np.float64, np.float32, np.float16, BFLOAT16):
-        query, key = (z.astype(dtype) for z in features[:2])
-        want = maxsim(query, key, **masks, **options).scores
-        for precision in ("auto", "fp64", "fp32"):
-            got = infonce.maxsim_scores(
-                query, key, **masks, **options, workspace=workspace, precision=precision
-            )
-            is_double = precision == "fp64" or (precision == "auto" and dtype is np.float64)
-            assert got.dtype == (np.float64 if is_double else np.float32)
-            near(got, want, 1e-14 if is_double else 2e-6)
-    for found in divisions:
-        has_blocks = found.rows < 26 and found.columns < 310 and found.piece < found.columns
-        assert has_blocks == (workspace is not None)
-
-
 SCORE_ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"workspace": 0}, "workspace: expected a positive number of bytes"),
     ({"workspace": "much"}, "workspace: "),
@@ -255,33 +232,6 @@ def test_same_bits(
     assert divisions[0].columns < 70 or divisions[0].rows < 70
     # the only pass of a sigmoid has blocks of one piece, with which winners are found once
     assert loss == "siglip" or divisions[0].piece < divisions[0].columns
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_not_finite(bad: float) -> None:
-    """A token that counts makes its losses NaN; one that does not is not read."""
-    query, key, _ = draw(5, 5, 3, 4, 6, 4, masked=False)
-    query[2, 1, 0] = bad
-    losses = infonce.info_nce_loss(query, key, scale=1.0, reduction="none")
-    np.testing.assert_array_equal(np.isnan(losses), np.arange(5) == 2)
-    mask = np.ones((5, 3), bool)
-    mask[2, 1] = False
-    assert np.isfinite(infonce.info_nce_loss(query, key, scale=1.0, query_mask=mask))
-    infonce.info_nce_loss(query, key, scale=1.0, query_mask=mask, check_finite=True)
-    query[2, 1, 0] = 1e308
-    assert np.isfinite(infonce.info_nce_loss(query, 2 * key, scale=9.0, query_mask=mask))
-    query[2, 1, 0] = bad
-    key[1, 3, 2] = bad
-    assert np.isnan(infonce.info_nce_loss(query, key, scale=1.0, query_mask=mask))
-
-
-def test_norms_beyond_the_precision() -> None:
-    """Tokens of float64 are divided by their norms before they become float32."""
-    query, key, _ = draw(5, 5, 3, 4, 6, 4, masked=False)
-    options: dict[str, Any] = {"normalize": True, "precision": "fp32", "label_smoothing": 0.1}
-    want = infonce.clip_loss(query, key, scale=1.0, **options)
-    got = infonce.clip_loss(2.0**400 * query, key, scale=1.0, **options)
-    assert got == want
 
 
 ERRORS: list[tuple[dict[str, Any], str]] = [
