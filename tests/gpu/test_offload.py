@@ -17,7 +17,7 @@ from infonce.kernels.gpu import config
 from infonce.kernels.grid import has_few_blocks, least_block_side
 from infonce.kernels.offload import layout
 from infonce.kernels.problem import Gradients, Problem
-from judge import BFLOAT16, DTYPES, LOSSES, arguments, assert_grad, assert_loss, judged, pairs
+from judge import BFLOAT16, LOSSES, arguments, assert_grad, assert_loss, judged, pairs
 
 import infonce
 from infonce.checks import validation

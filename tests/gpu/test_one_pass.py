@@ -11,7 +11,6 @@ from gpu_problems import (
     GRAD_BOUND,
     MISSING,
     TEMPERATURES,
-    Result,
     check,
     fewer,
     find_dtype,
@@ -29,7 +28,6 @@ if not MISSING:
     from infonce.kernels.gpu import recorded
     from infonce.kernels.gpu.tiled import one_pass
 
-ONE_SIDED = ["info_nce", "lit"]
 ONE_PASS = [("float32", "bf16x3"), ("bfloat16", "bf16")]
 BOTH = ("query", "key")
 Limit = Callable[[int, bool], None]
@@ -79,12 +77,6 @@ def for_tensor_cores(z: np.ndarray, dtype: str) -> Any:
     return z.astype(BFLOAT16).astype(find_dtype(dtype))
 
 
-def one_sided(loss: str, args: Any, precision: str, scale: float, **options: Any) -> Result:
-    if loss == "info_nce":
-        options["wrt"] = ("query",)
-    return run(loss, args, precision, scale, **options)
-
-
 def sizes(i: int, dtype: str) -> tuple[int, int, int]:
     """M, N and D of case i of 16: rows of i K-slices, sizes around the tiles' edges."""
     k_slice = 128 // find_dtype(dtype).itemsize
@@ -92,57 +84,38 @@ def sizes(i: int, dtype: str) -> tuple[int, int, int]:
     return *((127, 385), (129, 128), (300, 257), (640, 901))[i % 4], d
 
 
+@pytest.mark.parametrize(("loss", "wrt"), [
+    ("lit", ("text",)), ("info_nce", ("query",)), ("info_nce", BOTH), ("info_nce", ("key",)),
+])  # fmt: skip
 @pytest.mark.parametrize(("dtype", "precision"), ONE_PASS)
-@pytest.mark.parametrize("loss", ONE_SIDED)
-def test_one_pass(loss: str, dtype: str, precision: str, blocks_swept: list[list[int]]) -> None:
-    """Rows of 1 to 16 K-slices, sizes around the tiles' edges, every temperature, several row
-    blocks and column blocks, gradients that accumulate in the workspace or in place."""
-    for i in smaller(range(1, 17), (1, 6)):
-        m, n, d = sizes(i, dtype)
-        temperature = TEMPERATURES[i % 4]
-        for workspace in (2**28, 100_000 + 500 * d):
-            args = pairs(KINDS[i % 4], m, n, d, np.float64, i)
-            args = arguments(loss, *(for_tensor_cores(z, dtype) for z in args))
-            labels = None
-            if loss == "info_nce":
-                labels = np.random.default_rng(i).integers(0, n, m)
-            options: Any = {} if labels is None else {"labels": labels}
-            ref = judged(loss, args, scale=1 / temperature, **options)
-            blocks_swept.clear()
-            out = one_sided(loss, args, precision, 1 / temperature, workspace=workspace,
-                            grad_dtype=(None, np.float32)[i % 2], **options)  # fmt: skip
-            assert len(blocks_swept) > (i % 4 == 3 and workspace < 2**28)
-            try:
-                check(out, ref, args, "bf16", 1 / temperature)
-            except AssertionError as error:
-                raise AssertionError(f"{m, n, d} at {temperature}: {error}") from None
-
-
-@pytest.mark.parametrize("wrt", [BOTH, ("key",)])
-@pytest.mark.parametrize(("dtype", "precision"), ONE_PASS)
-def test_one_pass_with_keys(
-    dtype: str, precision: str, wrt: tuple[str, ...], blocks_swept: list[list[int]], limit: Limit
-) -> None:
-    """The same with dK: one block of all keys, or several, which add to dK where it is, in the
+def test_one_pass(
+    dtype: str, precision: str, loss: str, wrt: tuple[str, ...], blocks_swept: list[list[int]],
+    limit: Limit,
+) -> None:  # fmt: skip
+    """Rows of 1 to 16 K-slices, sizes around the tiles' edges, every temperature. Without dK,
+    several row blocks and column blocks, and gradients that accumulate in the workspace or in
+    place. With dK, one block of all keys, or several, which add to dK where it is, in the
     workspace, or in both."""
     for i in smaller(range(1, 17), (1, 6)):
         m, n, d = sizes(i, dtype)
         scale = 1 / TEMPERATURES[i % 4]
-        args = tuple(
-            for_tensor_cores(z, dtype) for z in pairs(KINDS[i % 4], m, n, d, np.float64, i)
-        )
-        labels = np.random.default_rng(i).integers(0, n, m)
-        ref = judged("info_nce", args, scale=scale, labels=labels)
-        for rows in (0, 128, 384):
-            limit(rows, i % 4 < 2)
+        args = pairs(KINDS[i % 4], m, n, d, np.float64, i)
+        args = arguments(loss, *(for_tensor_cores(z, dtype) for z in args))
+        options: Any = {}
+        if loss == "info_nce":
+            options["labels"] = np.random.default_rng(i).integers(0, n, m)
+        ref = judged(loss, args, scale=scale, **options)
+        options |= {"wrt": wrt, "grad_dtype": (None, np.float32)[i % 2]}
+        for most in (0, 128, 384) if "key" in wrt else (2**28, 100_000 + 500 * d):
             blocks_swept.clear()
-            out = run("info_nce", args, precision, scale, labels=labels, wrt=wrt,
-                      grad_dtype=(None, np.float32)[i % 2])  # fmt: skip
-            assert len(blocks_swept) == (-(-m // rows) if rows else 1)
-            try:
-                check(out, ref, args, "bf16", scale)
-            except AssertionError as error:
-                raise AssertionError(f"{m, n, d} by {rows} at {scale}: {error}") from None
+            if "key" in wrt:
+                limit(most, i % 4 < 2)
+                out = run(loss, args, precision, scale, **options)
+                assert len(blocks_swept) == (-(-m // most) if most else 1)
+            else:
+                out = run(loss, args, precision, scale, workspace=most, **options)
+                assert len(blocks_swept) > (i % 4 == 3 and most < 2**28)
+            check(out, ref, args, "bf16", scale, call=f"{m, n, d} by {most}")
 
 
 @pytest.mark.parametrize(("dtype", "precision"), ONE_PASS)
@@ -252,12 +225,9 @@ def test_one_pass_where_heights_are_no_good(
 @pytest.mark.parametrize("d", [40, 520])
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_one_pass_with_some_query_tiles_swept_twice(
-    d: int,
-    workers: int,
-    blocks_swept: list[list[int]],
-    device_with: Any,
+    d: int, workers: int, blocks_swept: list[list[int]], device_with: Any,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     """A thread block has many query tiles, and skips those whose first sweep was good."""
     monkeypatch.setattr(config.Sweep, "blocks", lambda self, *_: workers * self.cluster)
     device_with(multiprocessors=132)  # otherwise a thread block has fewer query tiles
@@ -270,47 +240,6 @@ def test_one_pass_with_some_query_tiles_swept_twice(
     out = run("lit", args, "bf16", 14.0)
     assert blocks_swept == [[1, 4, 5, 11]]
     check(out, ref, args, "bf16", 14.0)
-
-
-@pytest.mark.parametrize("wrt", [("query",), BOTH])
-@pytest.mark.parametrize(("dtype", "precision"), ONE_PASS)
-def test_one_pass_with_ids_and_normalised(
-    dtype: str, precision: str, wrt: tuple[str, ...], blocks_swept: list[list[int]], limit: Limit
-) -> None:
-    """Excluded pairs; rows that have no negatives; lengths that normalisation takes away."""
-    m, n, d = 260, smaller(700, 400), 72
-    rng = np.random.default_rng(0)
-    query, key = (for_tensor_cores(z, dtype) for z in pairs("random", m, n, d, np.float64, 3))
-    labels = rng.integers(0, n, m)
-    ids = rng.integers(0, 9, m), rng.integers(0, 9, n)
-    none = np.full(m, 7), np.full(n, 7)
-    none[0][20:] = 8  # only the first rows are without negatives
-    limit(128, True)
-    for scale in fewer((14.0, 200.0), 1):
-        for pair in (ids, none):
-            ref = judged("info_nce", (query, key), scale=scale, labels=labels, ids=pair)
-            for workspace in (2**28, 400_000):
-                out = run("info_nce", (query, key), precision, scale, labels=labels, ids=pair,
-                          wrt=wrt, workspace=workspace)  # fmt: skip
-                check(out, ref, (query, key), "bf16", scale)
-                if pair is none:
-                    assert np.all(out.losses[:20] == 0)
-                    assert np.all(out.grads["query"][:20] == 0)
-        lengths = np.exp2(rng.integers(-3, 4, m))[:, None], np.exp2(rng.integers(-3, 4, n))[:, None]
-        args = tuple((z.astype(np.float64) * by).astype(z.dtype)
-                     for z, by in zip((query, key), lengths, strict=True))  # fmt: skip
-        ref = judged("info_nce", args, scale=scale, labels=labels, normalize=True)
-        for workspace in (2**28, 400_000):
-            out = run("info_nce", args, precision, scale, labels=labels, normalize=True, wrt=wrt,
-                      workspace=workspace, grad_dtype=np.float32)  # fmt: skip
-            assert out.loss == pytest.approx(ref.loss, rel=1e-4)
-            for name, z in zip(wrt, args, strict=False):
-                want = ref.grads[name]
-                # what remains after the part along the row is taken off is judged beside the whole
-                inverse = 1 / np.linalg.norm(z.astype(np.float64), axis=1)
-                size = np.linalg.norm(want) + scale * np.linalg.norm(inverse) / len(z)
-                assert np.linalg.norm(out.grads[name] - want) <= GRAD_BOUND["bf16"] * size
-    assert blocks_swept
 
 
 @pytest.mark.parametrize("wrt", [("query",), BOTH])

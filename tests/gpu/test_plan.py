@@ -1,7 +1,6 @@
 """Calls by plan against the same calls without one: the same launches, so the same bits."""
 
 import gc
-import itertools
 import threading
 from collections.abc import Callable
 from typing import Any

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from infonce.kernels.cpu.loops.tile_ops import softmax_gradient
+from infonce.kernels.grid import has_few_blocks, least_block_side
 from infonce.kernels.problem import SCALES
 from judge import (
     DTYPES,
@@ -329,6 +330,16 @@ def test_a_workspace_is_refused_with_the_least(
         if least > 1:
             with pytest.raises(ValueError, match=f"at least {least} bytes"):
                 call(loss, *args, workspace=least // 2, **options)
+
+
+def test_what_few_blocks_are() -> None:
+    for m, n in ((1, 1), (1, 10**6), (1500, 1500), (10**6, 10**6), (7, 0)):
+        side = least_block_side(m, n)
+        assert has_few_blocks(m, n, side, side)
+        assert side == 1 or not has_few_blocks(m, n, side - 1, side - 1)
+    assert has_few_blocks(100, 100, 5, 5)
+    assert not has_few_blocks(100, 100, 4, 5)  # 500 blocks
+    assert not has_few_blocks(1, 100, 1, 1)  # 100, of a 10 x 10 matrix that has 20 rows and columns
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")

@@ -8,7 +8,16 @@ from gpu_problems import MISSING
 from infonce.kernels import problem as problems
 from infonce.kernels.epilogues import Sums
 from infonce.kernels.solve import Solution, Vectors
-from judge import LOSSES, arguments, pairs
+from judge import (
+    LOSSES,
+    arguments,
+    assert_grad,
+    cancelling,
+    judged,
+    largest_logit,
+    pairs,
+    scale_size,
+)
 from reference_problems import one_problem
 
 import infonce
@@ -22,14 +31,23 @@ MARGIN = [name for name, loss in spec.LOSSES.items() if "margin" not in loss.ref
 
 @pytest.mark.parametrize("place", ["host", pytest.param("gpu", marks=GPU)])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_the_scale_alone_takes_one_pass(loss: str, place: str) -> None:
-    args = arguments(loss, *pairs("random", 200, 200, 64, np.float32, 200))
+def test_the_scale_alone_takes_one_pass(loss: str, place: str, tile_sides: Any) -> None:
+    """Of moments, which are right."""
+    tile_sides(64, 96)
+    args = arguments(loss, *pairs("random", 200, 200, 64, np.float64, 200))
     phases: set[str] = set()
+    ref = judged(loss, args, scale=9.0)
+    logit, cancels = largest_logit(9.0, args[0], args[-1]), cancelling(ref, args, 9.0)
+    size = max(scale_size(ref, args), abs(ref.grads["scale"]))
     for wrt in [("scale",)] + [("scale", "bias"), ("bias",)] * (loss == "siglip"):
-        getattr(infonce, f"{loss}_loss_and_grad")(
+        out = getattr(infonce, f"{loss}_loss_and_grad")(
             *(map(cupy.asarray, args) if place == "gpu" else args), scale=9.0, method="tiled",
             wrt=wrt, progress=lambda phase, *_: phases.add(phase),
         )  # fmt: skip
+        if "scale" in wrt:
+            terms = cancels * len(args[0]) ** 0.5 / 9.0
+            got = float(out.grads.scale)
+            assert_grad(got, ref.grads["scale"], "float64", logit, size, terms)
     assert phases - {"compiling kernels"} == {"sigmoid loss" if loss == "siglip" else "log-sum-exp"}
 
 
