@@ -17,6 +17,7 @@ from gpu_problems import (
     STORED_BOUND,
     TEMPERATURES,
     check,
+    evaluate,
     fewer,
     find_dtype,
     gpu_only,
@@ -271,3 +272,55 @@ def test_launches_that_serve_several_steps(
     assert together.loss == pytest.approx(apart.loss, rel=1e-14, abs=1e-300)
     for name, gradient in together.grads.items():
         np.testing.assert_array_equal(gradient, apart.grads[name], err_msg=name)
+
+
+@pytest.mark.parametrize("size", [1e-18, 1e-6, 1e15])
+@pytest.mark.parametrize(("dtype", "precision"), [("float32", "fp32"), ("bfloat16", "bf16")])
+def test_length_of_rows_does_not_matter(dtype: str, precision: str, size: float) -> None:
+    args = [z.astype(find_dtype(dtype)) for z in pairs("random", 40, 40, 16, np.float32, 0)]
+    power = 2.0 ** round(np.log2(size))
+    long = [(z.astype(np.float64) * power).astype(z.dtype) for z in args]
+    assert run("clip", args, precision, 10.0, normalize=True).loss == pytest.approx(
+        run("clip", long, precision, 10.0, normalize=True).loss, rel=1e-12
+    )
+
+
+@pytest.mark.parametrize(("dtype", "precision"), CASES)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_reproducible(loss: str, method: str, dtype: str, precision: str) -> None:
+    n = smaller(700, 300)
+    args = arguments(loss, *pairs("random", n, n, 40, find_dtype(dtype), 5))
+    size = 2**21 if method == "tiled" else 2**28
+    first = run(loss, args, precision, 30.0, workspace=size, method=method)
+    for _ in range(2):
+        again = run(loss, args, precision, 30.0, workspace=size, method=method)
+        assert np.array_equal(first.losses, again.losses)
+        for name, got in again.grads.items():
+            assert np.array_equal(got, first.grads[name]), name
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("method", METHODS)
+def test_graph_capture(loss: str, method: str) -> None:
+    """Everything runs again, on new values, when a captured graph is launched."""
+    options: Any = {"method": method}
+    z = arguments(loss, *pairs("random", 64, 64, 32, np.float32, 0))
+    new = arguments(loss, *pairs("partly aligned", 64, 64, 32, np.float32, 1))
+    want = run(loss, new, "fp32", 10.0, **options)
+    args = [cupy.asarray(a) for a in z]
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        evaluate(loss, args, "fp32", 10.0, **options)  # compiles, allocates
+        stream.begin_capture()
+        solution, grads, _ = evaluate(loss, args, "fp32", 10.0, **options)
+        graph = stream.end_capture()
+        for a, b in zip(args, new, strict=True):
+            a[...] = cupy.asarray(b)
+        for _ in range(2):
+            graph.launch(stream)
+        stream.synchronize()
+        assert np.array_equal(host(solution.losses), want.losses)
+        for name, got in grads.items():
+            if got is not None:
+                assert np.array_equal(host(got), want.grads[name]), name

@@ -57,3 +57,12 @@ def test_invalid_weights_make_the_loss_nan(method: str, bad: float) -> None:
     weights[row, column] = bad
     losses = call((query, key, labels, weights), method=method, reduction="none", wrt=()).loss
     assert np.flatnonzero(np.isnan(losses.get())).tolist() == [row]
+
+
+@pytest.mark.parametrize("method", ["naive", "fused", "tiled"])
+def test_one_label_has_the_whole_target(method: str) -> None:
+    query, key, labels, weights = draw("float32")
+    labels, weights = labels[:, -1:], weights[:, -1:]
+    alone = np.where(weights > 0, labels, -1)
+    assert_same_bits(call((query, key, labels, weights), method=method),
+                     call((query, key, alone, None), method=method))  # fmt: skip

@@ -270,3 +270,44 @@ def test_one_pass_is_reproducible_and_sees_nan(
         assert wrt != BOTH or np.isnan(out.grads["key"].astype(np.float32)).all()
         key[n - 100, 2] = value
         assert np.isnan(run("info_nce", (args[0], key), "bf16", 100.0, **options).losses).all()
+
+
+@pytest.mark.parametrize("wrt", [("query",), BOTH])
+@pytest.mark.parametrize(("dtype", "precision"), ONE_PASS)
+def test_one_pass_with_ids_and_normalised(
+    dtype: str, precision: str, wrt: tuple[str, ...], blocks_swept: list[list[int]], limit: Limit
+) -> None:
+    """Excluded pairs; rows that have no negatives; lengths that normalisation takes away."""
+    m, n, d = 260, smaller(700, 400), 72
+    rng = np.random.default_rng(0)
+    query, key = (for_tensor_cores(z, dtype) for z in pairs("random", m, n, d, np.float64, 3))
+    labels = rng.integers(0, n, m)
+    ids = rng.integers(0, 9, m), rng.integers(0, 9, n)
+    none = np.full(m, 7), np.full(n, 7)
+    none[0][20:] = 8  # only the first rows are without negatives
+    limit(128, True)
+    for scale in fewer((14.0, 200.0), 1):
+        for pair in (ids, none):
+            ref = judged("info_nce", (query, key), scale=scale, labels=labels, ids=pair)
+            for workspace in (2**28, 400_000):
+                out = run("info_nce", (query, key), precision, scale, labels=labels, ids=pair,
+                          wrt=wrt, workspace=workspace)  # fmt: skip
+                check(out, ref, (query, key), "bf16", scale)
+                if pair is none:
+                    assert np.all(out.losses[:20] == 0)
+                    assert np.all(out.grads["query"][:20] == 0)
+        lengths = np.exp2(rng.integers(-3, 4, m))[:, None], np.exp2(rng.integers(-3, 4, n))[:, None]
+        args = tuple((z.astype(np.float64) * by).astype(z.dtype)
+                     for z, by in zip((query, key), lengths, strict=True))  # fmt: skip
+        ref = judged("info_nce", args, scale=scale, labels=labels, normalize=True)
+        for workspace in (2**28, 400_000):
+            out = run("info_nce", args, precision, scale, labels=labels, normalize=True, wrt=wrt,
+                      workspace=workspace, grad_dtype=np.float32)  # fmt: skip
+            assert out.loss == pytest.approx(ref.loss, rel=1e-4)
+            for name, z in zip(wrt, args, strict=False):
+                want = ref.grads[name]
+                # what remains after the part along the row is taken off is judged beside the whole
+                inverse = 1 / np.linalg.norm(z.astype(np.float64), axis=1)
+                size = np.linalg.norm(want) + scale * np.linalg.norm(inverse) / len(z)
+                assert np.linalg.norm(out.grads[name] - want) <= GRAD_BOUND["bf16"] * size
+    assert blocks_swept

@@ -318,3 +318,20 @@ def test_a_table_is_not_gathered() -> None:
     with Hook():
         infonce.info_nce_loss_and_grad(*arrays[:2], **options)
     assert largest < indices.size * 256 * 4
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_normalised_rows_of_any_size(dtype: str, size: float) -> None:
+    """Squares of such features are 0 or infinite in float32."""
+    z, _ = draw(20, 140, 5, 48, dtype)
+    z[0], z[2] = (part * z[0].dtype.type(size) for part in (z[0], z[2]))
+    check(z, scale=4.0, normalize=True)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_normalised_tables_of_any_size(dtype: str, size: float) -> None:
+    z, indices, _ = draw_table(20, 20, 48, 9, dtype)
+    z[0], z[2] = (part * part.dtype.type(size) for part in (z[0], z[2]))
+    check(z, own_indices=indices, scale=4.0, normalize=True)

@@ -1,6 +1,7 @@
 """Calls by plan against the same calls without one: the same launches, so the same bits."""
 
 import gc
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -348,3 +349,21 @@ def test_threads_that_share_a_stream() -> None:
 
     in_threads(work)
     assert not wrong
+
+
+def test_captured() -> None:
+    """A plan's launches under stream capture, the first call of its kind or not."""
+    for first, loss in itertools.product((True, False), LOSSES):
+        gpu_plan.forget()
+        args = features(loss, ROWS, 64, BFLOAT16, 0)
+        function = getattr(infonce, f"{loss}_loss_and_grad")
+        if not first:
+            function(*args, scale=14.0, method="tiled")
+        step = infonce.capture(function, *args, scale=14.0, method="tiled")
+        new = features(loss, ROWS, 64, BFLOAT16, 1)
+        for a, b in zip(args, new, strict=True):
+            a[...] = b
+        out = step()
+        want = function(*new, scale=14.0, method="tiled")
+        assert np.array_equal(out.loss.get(), want.loss.get())
+        assert np.array_equal(cupy.asnumpy(out.grads[0]), cupy.asnumpy(want.grads[0]))
