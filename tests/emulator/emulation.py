@@ -47,6 +47,8 @@ EVERY: dict[str, int] = {
     "test_graph_capture": 2,
     # test_labels.py
     "test_classes": 5, "test_sums": 13,
+    # test_offload.py
+    "test_on_the_gpu": 7,
     # test_maxsim.py
     "test_tails_of_keys": 3,
     # test_one_pass.py

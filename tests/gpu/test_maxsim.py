@@ -162,12 +162,25 @@ def test_tails_of_keys(tile: int, key_tokens: int, winners: bool) -> None:
     near(got, maxsim(query, key, **masks).scores, 2e-6)
 
 
+@pytest.mark.parametrize("key_tokens", [31, 32, 33])
+def test_keys_of_half_a_tile(key_tokens: int) -> None:
+    query, key, _ = draw((12, 5, 12, key_tokens, 64), "bfloat16", False)
+    check(query, key, {}, BOUND["bfloat16"])
+
+
 def test_segments_of_packed_queries() -> None:
     """The busiest multiprocessor has little more to do than others, however many tokens count."""
     segments = gpu.choose_segments(171, 1024, 132, gpu.PACKED_SHARES)
     for tiles in range(43, 172):
         busiest = -(-tiles * segments // 132) * (1024 / segments + gpu.SEGMENT_START)
         assert busiest <= 1.1 * tiles * 1024 / 132
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_normalize(dtype: str) -> None:
+    query, key, masks = draw((5, 7, 9, 20, 24), dtype, True)
+    query *= np.float32(3.0)
+    check(query, key, masks, BOUND[dtype], normalize=True)
 
 
 @pytest.mark.parametrize(("dtype", "rounding"), [("bfloat16", 2.0**-8), ("float16", 2.0**-11)])
@@ -228,6 +241,12 @@ def test_same_bits() -> None:
         infonce.info_nce_loss_and_grad(*arguments, scale=2.0, **on_device(masks)) for _ in range(2)
     ]
     assert_same_bits(*results)
+
+
+def test_scores() -> None:
+    query, key, masks = draw((13, 33, 29, 310, 128), "bfloat16", True)
+    got = infonce.maxsim_scores(cupy.asarray(query), cupy.asarray(key), **on_device(masks))
+    near(got, maxsim(query, key, **masks).scores, 2e-6)
 
 
 @pytest.mark.parametrize("precision", ["bf16x3", "fp8"])

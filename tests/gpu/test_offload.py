@@ -17,7 +17,7 @@ from infonce.kernels.gpu import config
 from infonce.kernels.grid import has_few_blocks, least_block_side
 from infonce.kernels.offload import layout
 from infonce.kernels.problem import Gradients, Problem
-from judge import BFLOAT16, LOSSES, arguments, assert_grad, assert_loss, judged, pairs
+from judge import BFLOAT16, DTYPES, LOSSES, arguments, assert_grad, assert_loss, judged, pairs
 
 import infonce
 from infonce.checks import validation
@@ -150,6 +150,34 @@ def cupy() -> Any:
     if missing := infonce.arrays.gpu_missing():
         pytest.skip(missing)
     return module
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_on_the_gpu(cupy: Any, loss: str, dtype: Any) -> None:
+    """Against float64, and bitwise the same from run to run, whatever stays."""
+    d, scale = 64, 8.0
+    m, n, rows = smaller((1500, 1700, 256), (100, 120, 40))
+    args = arguments(loss, *pairs("partly aligned", m, n, d, dtype, 0))
+    truth = judged(loss, args, scale=scale, normalize=True)
+    name, logit = np.dtype(dtype).name, 8.0
+    for workspace, wave in ((room(rows, d, m, n), 2000), (2**28, rows), (2**28, 2000)):
+        options = {"scale": scale, "normalize": True, "offload": True, "workspace": workspace}
+        call = partial(getattr(infonce, f"{loss}_loss_and_grad"), *args, **options)
+        with mock.patch.multiple(layout, WAVE_ROWS=wave, MOST_WAVES=1):
+            got, again = call(), call()
+        assert isinstance(got.loss, np.ndarray)
+        assert_loss(got.loss, truth.loss, name, logit)
+        for field in got.grads._fields:
+            g, w = getattr(got.grads, field), truth.grads[field]
+            if w is None:
+                continue
+            assert g.tobytes() == getattr(again.grads, field).tobytes()
+            if field not in ("scale", "bias"):
+                assert isinstance(g, np.ndarray)
+                assert g.dtype == dtype
+                assert_grad(g, w, name, logit)
 
 
 @pytest.mark.gpu

@@ -14,23 +14,33 @@ NAMES = ("info_nce", "nt_xent", "clip", "lit", "sup_con", "gte")
 METHODS = ("naive", "fused", "tiled")
 
 
+@pytest.mark.parametrize("by_guide", [False, True])
 @pytest.mark.parametrize("grad_dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("name", ["info_nce", "clip", "nt_xent", "gte"])
-def test_both_passes_leave_out_the_same_pairs(tile_sides: Any, name: str, grad_dtype: Any) -> None:
-    """Rows that differ by rounding, so that digits beyond float32 decide which pairs take part. The
-    slopes of a row add up to 0 if those in its sum are those in its gradient."""
+@pytest.mark.parametrize("name", ["info_nce", "nt_xent", "clip", "lit", "gte"])
+def test_both_passes_leave_out_the_same_pairs(
+    tile_sides: Any, name: str, grad_dtype: Any, by_guide: bool
+) -> None:
+    """Rows, or those of a guide, differ by rounding, so that digits beyond float32 decide which
+    pairs take part. The slopes of a row add up to 0 if those in its sum are those in its
+    gradient."""
     tile_sides(16, 24)
     rng = np.random.default_rng(2)
-    z = rng.standard_normal(37) / 6 + 6e-8 * rng.standard_normal((2, 150, 37))
-    features = z.astype(np.float32)[: 1 if name == "nt_xent" else 2]
+    near = rng.standard_normal(37) / 6 + 6e-8 * rng.standard_normal((2, 150, 37))
+    sides = 1 if name == "nt_xent" else 2
+    features, of_slopes = near.astype(np.float32), slice(None)
+    options: dict[str, Any] = {"false_negative_margin": 0.0}
+    if by_guide:
+        guide, features = features, rng.standard_normal((2, 150, 8)).astype(np.float32)
+        features[:, :, -1], of_slopes = 1.0, slice(-1, None)  # its gradient: the sum of the slopes
+        options = {"guide": tuple(guide) if sides == 2 else guide[0]}
     for workspace in (None, 40_000):  # logits are kept, and computed once more
         got = getattr(infonce, f"{name}_loss_and_grad")(
-            *features, scale=1.0, reduction="sum", grad_dtype=grad_dtype, method="tiled",
-            workspace=workspace, false_negative_margin=0.0,
+            *features[:sides], scale=1.0, reduction="sum", grad_dtype=grad_dtype, method="tiled",
+            workspace=workspace, **options,
         )  # fmt: skip
         lse = np.concatenate(got.lse) if name == "clip" else got.lse
         assert len(np.unique(lse.round(2))) > 20  # rows have different numbers of keys
-        total = sum(gradient.sum(axis=0) for gradient in got.grads[:-1])
+        total = sum(z[:, of_slopes].sum(axis=0) for z in got.grads[:-1] if z is not None)
         assert np.abs(total).max() < 1e-3
 
 
