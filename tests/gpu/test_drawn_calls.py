@@ -101,8 +101,7 @@ def test_drawn_calls(
 ) -> None:
     """On the emulator, each way computes a third of the problems."""
     monkeypatch.setattr(config.precision, "PORTABLE", way == "portable")
-    if loss in ("clip", "nt_xent", "siglip") or way == "portable":
-        # the scale's gradient is from those of features
+    if loss in ("clip", "nt_xent", "siglip"):  # the scale's gradient is from those of features
         request.getfixturevalue("no_few_logits")
     chosen = find_problems(loss)
     for problem in chosen[list(WAYS).index(way) :: len(WAYS)] if EMULATED else chosen:
