@@ -24,35 +24,6 @@ from infonce.checks import validation
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@given(
-    m=st.integers(1, 90), n=st.integers(1, 90), rows=st.integers(12, 70),
-    wave=st.integers(4, 90), labelled=st.booleans(), ids=st.booleans(),
-    normalize=st.booleans(), metrics=st.booleans(), seed=st.integers(0, 99),
-)  # fmt: skip
-def test_equal_to_the_host(
-    loss: str, m: int, n: int, rows: int, wave: int, labelled: bool, ids: bool,
-    normalize: bool, metrics: bool, seed: int,
-) -> None:  # fmt: skip
-    rng = np.random.default_rng(seed)
-    if not labelled:
-        m, n = min(m, n), max(m, n)
-    d = 30
-    args = arguments(loss, *pairs("partly aligned", m, n, d, np.float64, seed))
-    options: dict[str, Any] = {"scale": 9.0, "normalize": normalize}
-    options["metrics"] = metrics and loss != "siglip"
-    if loss == "info_nce" and labelled:
-        options["labels"] = rng.integers(0, n, m)
-    if ids:
-        each = [rng.integers(0, 20, len(z)) for z in args]
-        options["ids"] = tuple(each) if loss == "info_nce" else each[0]
-    workspace = room(rows, d, *(len(z) for z in (args[0], args[-1])))
-    with mock.patch.object(layout, "WAVE_ROWS", wave):
-        got, device = on_host(loss, args, workspace=workspace, **options)
-    assert device.xp.peak + device.workspace <= workspace
-    close(got, getattr(infonce, f"{loss}_loss_and_grad")(*args, **options))
-
-
-@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize(("rows", "wave"), [(60, 60), (60, 10), (20, 60)])
 def test_what_stays(loss: str, rows: int, wave: int) -> None:
     """All features, those of one side in all passes, or a part of them."""

@@ -11,7 +11,6 @@ from gpu_problems import (
     GRAD_BOUND,
     MISSING,
     TEMPERATURES,
-    Result,
     check,
     fewer,
     find_dtype,
@@ -32,7 +31,6 @@ if not MISSING:
     from infonce.kernels.gpu import recorded
     from infonce.kernels.gpu.tiled import one_pass
 
-ONE_SIDED = ["info_nce", "lit"]
 ONE_PASS = [("float32", "bf16x3"), ("bfloat16", "bf16")]
 BOTH = ("query", "key")
 Limit = Callable[[int, bool], None]
@@ -82,12 +80,6 @@ def for_tensor_cores(z: np.ndarray, dtype: str) -> Any:
     return z.astype(BFLOAT16).astype(find_dtype(dtype))
 
 
-def one_sided(loss: str, args: Any, precision: str, scale: float, **options: Any) -> Result:
-    if loss == "info_nce":
-        options["wrt"] = ("query",)
-    return run(loss, args, precision, scale, **options)
-
-
 def sizes(i: int, dtype: str) -> tuple[int, int, int]:
     """M, N and D of case i of 16: rows of i K-slices, sizes around the tiles' edges."""
     k_slice = 128 // find_dtype(dtype).itemsize
@@ -95,57 +87,38 @@ def sizes(i: int, dtype: str) -> tuple[int, int, int]:
     return *((127, 385), (129, 128), (300, 257), (640, 901))[i % 4], d
 
 
+@pytest.mark.parametrize(("loss", "wrt"), [
+    ("lit", ("text",)), ("info_nce", ("query",)), ("info_nce", BOTH), ("info_nce", ("key",)),
+])  # fmt: skip
 @pytest.mark.parametrize(("dtype", "precision"), ONE_PASS)
-@pytest.mark.parametrize("loss", ONE_SIDED)
-def test_one_pass(loss: str, dtype: str, precision: str, blocks_swept: list[list[int]]) -> None:
-    """Rows of 1 to 16 K-slices, sizes around the tiles' edges, every temperature, several row
-    blocks and column blocks, gradients that accumulate in the workspace or in place."""
-    for i in smaller(range(1, 17), (1, 6)):
-        m, n, d = sizes(i, dtype)
-        temperature = TEMPERATURES[i % 4]
-        for workspace in (2**28, 100_000 + 500 * d):
-            args = pairs(KINDS[i % 4], m, n, d, np.float64, i)
-            args = arguments(loss, *(for_tensor_cores(z, dtype) for z in args))
-            labels = None
-            if loss == "info_nce":
-                labels = np.random.default_rng(i).integers(0, n, m)
-            options: Any = {} if labels is None else {"labels": labels}
-            ref = judged(loss, args, scale=1 / temperature, **options)
-            blocks_swept.clear()
-            out = one_sided(loss, args, precision, 1 / temperature, workspace=workspace,
-                            grad_dtype=(None, np.float32)[i % 2], **options)  # fmt: skip
-            assert len(blocks_swept) > (i % 4 == 3 and workspace < 2**28)
-            try:
-                check(out, ref, args, "bf16", 1 / temperature)
-            except AssertionError as error:
-                raise AssertionError(f"{m, n, d} at {temperature}: {error}") from None
-
-
-@pytest.mark.parametrize("wrt", [BOTH, ("key",)])
-@pytest.mark.parametrize(("dtype", "precision"), ONE_PASS)
-def test_one_pass_with_keys(
-    dtype: str, precision: str, wrt: tuple[str, ...], blocks_swept: list[list[int]], limit: Limit
-) -> None:
-    """The same with dK: one block of all keys, or several, which add to dK where it is, in the
+def test_one_pass(
+    dtype: str, precision: str, loss: str, wrt: tuple[str, ...], blocks_swept: list[list[int]],
+    limit: Limit,
+) -> None:  # fmt: skip
+    """Rows of 1 to 16 K-slices, sizes around the tiles' edges, every temperature. Without dK,
+    several row blocks and column blocks, and gradients that accumulate in the workspace or in
+    place. With dK, one block of all keys, or several, which add to dK where it is, in the
     workspace, or in both."""
     for i in smaller(range(1, 17), (1, 6)):
         m, n, d = sizes(i, dtype)
         scale = 1 / TEMPERATURES[i % 4]
-        args = tuple(
-            for_tensor_cores(z, dtype) for z in pairs(KINDS[i % 4], m, n, d, np.float64, i)
-        )
-        labels = np.random.default_rng(i).integers(0, n, m)
-        ref = judged("info_nce", args, scale=scale, labels=labels)
-        for rows in (0, 128, 384):
-            limit(rows, i % 4 < 2)
+        args = pairs(KINDS[i % 4], m, n, d, np.float64, i)
+        args = arguments(loss, *(for_tensor_cores(z, dtype) for z in args))
+        options: Any = {}
+        if loss == "info_nce":
+            options["labels"] = np.random.default_rng(i).integers(0, n, m)
+        ref = judged(loss, args, scale=scale, **options)
+        options |= {"wrt": wrt, "grad_dtype": (None, np.float32)[i % 2]}
+        for most in (0, 128, 384) if "key" in wrt else (2**28, 100_000 + 500 * d):
             blocks_swept.clear()
-            out = run("info_nce", args, precision, scale, labels=labels, wrt=wrt,
-                      grad_dtype=(None, np.float32)[i % 2])  # fmt: skip
-            assert len(blocks_swept) == (-(-m // rows) if rows else 1)
-            try:
-                check(out, ref, args, "bf16", scale)
-            except AssertionError as error:
-                raise AssertionError(f"{m, n, d} by {rows} at {scale}: {error}") from None
+            if "key" in wrt:
+                limit(most, i % 4 < 2)
+                out = run(loss, args, precision, scale, **options)
+                assert len(blocks_swept) == (-(-m // most) if most else 1)
+            else:
+                out = run(loss, args, precision, scale, workspace=most, **options)
+                assert len(blocks_swept) > (i % 4 == 3 and most < 2**28)
+            check(out, ref, args, "bf16", scale, call=f"{m, n, d} by {most}")
 
 
 @pytest.mark.parametrize("options", [
@@ -307,12 +280,9 @@ def test_one_pass_where_heights_are_no_good(
 @pytest.mark.parametrize("d", [40, 520])
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_one_pass_with_some_query_tiles_swept_twice(
-    d: int,
-    workers: int,
-    blocks_swept: list[list[int]],
-    device_with: Any,
+    d: int, workers: int, blocks_swept: list[list[int]], device_with: Any,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     """A thread block has many query tiles, and skips those whose first sweep was good."""
     monkeypatch.setattr(config.Sweep, "blocks", lambda self, *_: workers * self.cluster)
     device_with(multiprocessors=132)  # otherwise a thread block has fewer query tiles
@@ -325,6 +295,36 @@ def test_one_pass_with_some_query_tiles_swept_twice(
     out = run("lit", args, "bf16", 14.0)
     assert blocks_swept == [[1, 4, 5, 11]]
     check(out, ref, args, "bf16", 14.0)
+
+
+@pytest.mark.parametrize("wrt", [("query",), BOTH])
+def test_one_pass_is_reproducible_and_sees_nan(
+    wrt: tuple[str, ...], blocks_swept: list[list[int]], limit: Limit
+) -> None:
+    m, n = smaller((700, 900), (300, 400))
+    args = tuple(z.astype(BFLOAT16) for z in pairs("long", m, n, 72, np.float64, 0))
+    options: Any = {"wrt": wrt, "labels": np.arange(m)}
+    if wrt == BOTH:
+        limit(256, True)
+    else:
+        options["workspace"] = smaller(500_000, 250_000)
+    first = run("info_nce", args, "bf16", 100.0, **options)
+    assert any(blocks_swept)
+    again = run("info_nce", args, "bf16", 100.0, **options)
+    assert np.array_equal(first.losses, again.losses)
+    for name, got in again.grads.items():
+        assert np.array_equal(got, first.grads[name]), name
+    for value in (np.nan, np.inf, -np.inf):
+        query, key = (z.copy() for z in args)
+        query[5, 2] = value
+        out = run("info_nce", (query, key), "bf16", 100.0, **options)
+        finite = np.arange(m) != 5
+        assert np.isnan(out.losses[5])
+        assert np.allclose(out.losses[finite], first.losses[finite], rtol=1e-5)
+        assert np.isfinite(out.grads["query"][finite].astype(np.float32)).all()
+        assert wrt != BOTH or np.isnan(out.grads["key"].astype(np.float32)).all()
+        key[n - 100, 2] = value
+        assert np.isnan(run("info_nce", (args[0], key), "bf16", 100.0, **options).losses).all()
 
 
 @pytest.mark.parametrize("wrt", [("query",), BOTH])
@@ -366,33 +366,3 @@ def test_one_pass_with_ids_and_normalised(
                 size = np.linalg.norm(want) + scale * np.linalg.norm(inverse) / len(z)
                 assert np.linalg.norm(out.grads[name] - want) <= GRAD_BOUND["bf16"] * size
     assert blocks_swept
-
-
-@pytest.mark.parametrize("wrt", [("query",), BOTH])
-def test_one_pass_is_reproducible_and_sees_nan(
-    wrt: tuple[str, ...], blocks_swept: list[list[int]], limit: Limit
-) -> None:
-    m, n = smaller((700, 900), (300, 400))
-    args = tuple(z.astype(BFLOAT16) for z in pairs("long", m, n, 72, np.float64, 0))
-    options: Any = {"wrt": wrt, "labels": np.arange(m)}
-    if wrt == BOTH:
-        limit(256, True)
-    else:
-        options["workspace"] = smaller(500_000, 250_000)
-    first = run("info_nce", args, "bf16", 100.0, **options)
-    assert any(blocks_swept)
-    again = run("info_nce", args, "bf16", 100.0, **options)
-    assert np.array_equal(first.losses, again.losses)
-    for name, got in again.grads.items():
-        assert np.array_equal(got, first.grads[name]), name
-    for value in (np.nan, np.inf, -np.inf):
-        query, key = (z.copy() for z in args)
-        query[5, 2] = value
-        out = run("info_nce", (query, key), "bf16", 100.0, **options)
-        finite = np.arange(m) != 5
-        assert np.isnan(out.losses[5])
-        assert np.allclose(out.losses[finite], first.losses[finite], rtol=1e-5)
-        assert np.isfinite(out.grads["query"][finite].astype(np.float32)).all()
-        assert wrt != BOTH or np.isnan(out.grads["key"].astype(np.float32)).all()
-        key[n - 100, 2] = value
-        assert np.isnan(run("info_nce", (args[0], key), "bf16", 100.0, **options).losses).all()

@@ -100,27 +100,6 @@ def test_strides(dtype: str, strides: str) -> None:
     check(z, strides, own_indices=indices, scale=4.0, normalize=True)
 
 
-@pytest.mark.parametrize("options", [
-    {"hardness": 5.0, "false_negative_margin": 0.1}, {"margin": 0.2, "in_batch": False},
-])  # fmt: skip
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_options(dtype: str, options: dict[str, Any]) -> None:
-    z, _ = draw(21, 150, 5, 40, dtype)
-    check(z, scale=6.0, normalize=True, **options)
-    z, indices, rng = draw_table(21, 5, 40, 9, dtype)
-    options = options | {"own_indices": indices, "own_bias": rng.standard_normal((21, 5))}
-    check(z, scale=6.0, normalize=True, **options)
-
-
-@pytest.mark.parametrize("size", [1e-30, 1e30])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_normalised_rows_of_any_size(dtype: str, size: float) -> None:
-    """Squares of such features are 0 or infinite in float32."""
-    z, _ = draw(20, 140, 5, 48, dtype)
-    z[0], z[2] = (part * z[0].dtype.type(size) for part in (z[0], z[2]))
-    check(z, scale=4.0, normalize=True)
-
-
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize("shift", [-300.0, -40.0, 40.0, 300.0])
 def test_logits_far_from_those_of_the_batch(dtype: str, shift: float) -> None:
@@ -153,28 +132,6 @@ def test_own_negatives_that_are_not_finite(dtype: str, normalize: bool) -> None:
         assert np.flatnonzero(np.isnan(cupy.asnumpy(losses))).tolist() == [3, 7, 9]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_plans_and_graphs_give_the_same_bits(monkeypatch: Any, dtype: str) -> None:
-    """Calls launch by launch, by a plan and by a graph, of other values each."""
-    gpu_plan.forget()
-    z, _ = draw(140, 260, 5, 64, dtype)
-    query, key, own = map(cupy.asarray, z)
-    out = {
-        name: cupy.empty_like(part) for name, part in zip(FIELDS, (query, key, own), strict=False)
-    }
-
-    def results(scale: float) -> list[Any]:
-        got = infonce.info_nce_loss_and_grad(query, key, own=own, scale=scale, out=out)
-        return [cupy.asnumpy(part) for part in (got.loss, *got.grads)]
-
-    by_plan = [results(scale) for scale in (3.0, 3.0, 3.0, 5.0)]
-    assert len(gpu_plan._plans) == 1
-    monkeypatch.setattr(gpu_select, "has_plan", lambda *_: False)
-    for got, scale in zip(by_plan, (3.0, 3.0, 3.0, 5.0), strict=True):
-        for a, b in zip(got, results(scale), strict=True):
-            np.testing.assert_array_equal(a, b)
-
-
 def test_little_workspace() -> None:
     """Many blocks of rows; own negatives in an array that is not aligned to 16 bytes."""
     z, _ = draw(700, 700, 3, 64, "bfloat16")
@@ -190,18 +147,6 @@ def test_little_workspace() -> None:
     for got in (aligned, other):
         for field in FIELDS:
             near(getattr(got.grads, field), want.grads[field], "bfloat16")
-
-
-@pytest.mark.parametrize("wrt", [FIELDS, ("key", "scale"), ("own", "scale")])
-@pytest.mark.parametrize("margin", [0.0, 0.2])
-def test_the_scale_from_feature_gradients(
-    monkeypatch: pytest.MonkeyPatch, margin: float, wrt: tuple[str, ...]
-) -> None:
-    """In large batches, own negatives and a margin each add their part."""
-    monkeypatch.setattr(problem, "FEW_LOGITS", 0)
-    z, _ = draw(140, 150, 5, 40, "float32")
-    options: dict[str, Any] = {"scale": 3.0, "margin": margin}
-    check(z, wrt=wrt, **options)
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -271,14 +216,6 @@ def test_tables(dtype: str, d: int, k: int, rows: int, normalize: bool) -> None:
     assert not gradient[-1].any()
 
 
-@pytest.mark.parametrize("size", [1e-30, 1e30])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_normalised_tables_of_any_size(dtype: str, size: float) -> None:
-    z, indices, _ = draw_table(20, 20, 48, 9, dtype)
-    z[0], z[2] = (part * part.dtype.type(size) for part in (z[0], z[2]))
-    check(z, own_indices=indices, scale=4.0, normalize=True)
-
-
 @pytest.mark.parametrize("shift", [-300.0, 0.0, 300.0])
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_biases_of_own_negatives(dtype: str, shift: float) -> None:
@@ -313,31 +250,37 @@ def test_invalid_indices_and_biases_spoil_their_row(normalize: bool) -> None:
     assert np.isnan(cupy.asnumpy(infonce.info_nce_loss(query, key, **options))[20])
 
 
+@pytest.mark.parametrize("in_table", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_plans_and_graphs_of_tables_give_the_same_bits(monkeypatch: Any, dtype: str) -> None:
-    """Calls launch by launch, by a plan and by a graph, of other indices each. One row of the
-    table has most of the uses."""
+def test_plans_and_graphs_give_the_same_bits(monkeypatch: Any, dtype: str, in_table: bool) -> None:
+    """Calls launch by launch, by a plan and by a graph: of other scales each, or of other indices.
+    One row of the table has most of the uses."""
     gpu_plan.forget()
-    z, indices, rng = draw_table(140, 5, 64, 50, dtype)
-    query, key, table = map(cupy.asarray, z)
-    bias, on_device = cupy.asarray(rng.standard_normal((140, 5))), cupy.asarray(indices)
+    options: dict[str, Any] = {}
+    z, rng = draw(140, 260, 5, 64, dtype)
+    if in_table:
+        z, indices, rng = draw_table(140, 5, 64, 50, dtype)
+        bias = cupy.asarray(rng.standard_normal((140, 5)))
+        options = {"own_indices": cupy.asarray(indices), "own_bias": bias}
+    query, key, own = map(cupy.asarray, z)
     out = {
-        name: cupy.empty_like(part) for name, part in zip(FIELDS, (query, key, table), strict=False)
+        name: cupy.empty_like(part) for name, part in zip(FIELDS, (query, key, own), strict=False)
     }
 
-    def results(shift: int) -> list[Any]:
-        popular = np.random.default_rng(shift).random(indices.shape) < 0.7
-        on_device[...] = cupy.asarray(np.where(popular, shift, (indices + shift) % 49))
-        got = infonce.info_nce_loss_and_grad(
-            query, key, own=table, own_indices=on_device, own_bias=bias, scale=3.0, out=out
-        )
+    def results(turn: int) -> list[Any]:
+        if in_table:
+            popular = np.random.default_rng(turn).random(indices.shape) < 0.7
+            chosen = np.where(popular, turn, (indices + turn) % 49)
+            options["own_indices"][...] = cupy.asarray(chosen)
+        scale = 3.0 if in_table or turn < 3 else 5.0
+        got = infonce.info_nce_loss_and_grad(query, key, own=own, scale=scale, out=out, **options)
         return [cupy.asnumpy(part) for part in (got.loss, *got.grads)]
 
-    by_plan = [results(shift) for shift in range(4)]
+    by_plan = [results(turn) for turn in range(4)]
     assert len(gpu_plan._plans) == 1
     monkeypatch.setattr(gpu_select, "has_plan", lambda *_: False)
-    for shift, got in enumerate(by_plan):
-        for a, b in zip(got, results(shift), strict=True):
+    for turn, got in enumerate(by_plan):
+        for a, b in zip(got, results(turn), strict=True):
             np.testing.assert_array_equal(a, b)
 
 
@@ -359,3 +302,44 @@ def test_a_table_is_not_gathered() -> None:
     with Hook():
         infonce.info_nce_loss_and_grad(*arrays[:2], **options)
     assert largest < indices.size * 256 * 4
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_normalised_rows_of_any_size(dtype: str, size: float) -> None:
+    """Squares of such features are 0 or infinite in float32."""
+    z, _ = draw(20, 140, 5, 48, dtype)
+    z[0], z[2] = (part * z[0].dtype.type(size) for part in (z[0], z[2]))
+    check(z, scale=4.0, normalize=True)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_normalised_tables_of_any_size(dtype: str, size: float) -> None:
+    z, indices, _ = draw_table(20, 20, 48, 9, dtype)
+    z[0], z[2] = (part * part.dtype.type(size) for part in (z[0], z[2]))
+    check(z, own_indices=indices, scale=4.0, normalize=True)
+
+
+@pytest.mark.parametrize("options", [
+    {"hardness": 5.0, "false_negative_margin": 0.1}, {"margin": 0.2, "in_batch": False},
+])  # fmt: skip
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_options(dtype: str, options: dict[str, Any]) -> None:
+    z, _ = draw(21, 150, 5, 40, dtype)
+    check(z, scale=6.0, normalize=True, **options)
+    z, indices, rng = draw_table(21, 5, 40, 9, dtype)
+    options = options | {"own_indices": indices, "own_bias": rng.standard_normal((21, 5))}
+    check(z, scale=6.0, normalize=True, **options)
+
+
+@pytest.mark.parametrize("wrt", [FIELDS, ("key", "scale"), ("own", "scale")])
+@pytest.mark.parametrize("margin", [0.0, 0.2])
+def test_the_scale_from_feature_gradients(
+    monkeypatch: pytest.MonkeyPatch, margin: float, wrt: tuple[str, ...]
+) -> None:
+    """In large batches, own negatives and a margin each add their part."""
+    monkeypatch.setattr(problem, "FEW_LOGITS", 0)
+    z, _ = draw(140, 150, 5, 40, "float32")
+    options: dict[str, Any] = {"scale": 3.0, "margin": margin}
+    check(z, wrt=wrt, **options)

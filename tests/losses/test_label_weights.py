@@ -33,19 +33,6 @@ def test_equal_weights_are_none(method: str, weight: float) -> None:
     assert float(call(weights=WEIGHTS, method=method).loss) != float(call(method=method).loss)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_label_of_weight_0_is_none(method: str) -> None:
-    """Its key is a negative, and a row with no other label has no positive."""
-    kept = WEIGHTS > 0
-    alone = np.where(kept, WEIGHTS, 0.7)
-    options: dict[str, Any] = {"margin": 0.1, "decoupled": True, "method": method}
-    want = call(np.where(kept, LABELS, -1), alone, **options)
-    assert_same_bits(call(weights=WEIGHTS, **options), want)
-    losses = call(weights=WEIGHTS * (np.arange(ROWS) != 4)[:, None], reduction="none").loss
-    assert losses[4] == losses[0] == 0.0
-    assert (losses != 0.0).sum() == ((LABELS >= 0) & kept).any(axis=1).sum() - 1
-
-
 def test_weights_far_apart() -> None:
     """Of a weight of 1e-300 beside 1, the loss is that of one positive, and its key a positive."""
     labels = np.stack([np.arange(ROWS), np.arange(ROWS) + 1], axis=1)

@@ -50,7 +50,7 @@ def hot(dtype: Any, size: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
 
 # --- scales ---------------------------------------------------------------------------------------
 
-RUNGS = [*range(-320, -20, 20), *range(-20, 20), *range(20, 301, 20), 308]
+RUNGS = [-320, -308, *range(-300, -20, 40), *range(-20, 20, 2), 1, *range(20, 301, 40), 308]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
@@ -93,7 +93,7 @@ def test_every_temperature_is_right_or_refused(loss: str, method: str, dtype: An
                 exact = "float32" if dtype is not np.float64 else "float64"
                 size = None if kind == "hot" else np.linalg.norm(want) + 0.1 * most_of_it
                 assert_grad(got, want, exact, logit, size)
-    assert right > 4 * 20
+    assert right > 4 * 10
 
 
 @pytest.mark.parametrize("name", ["scale", "temperature"])
@@ -199,12 +199,6 @@ def test_no_warning_leaves(loss: str, dtype: Any, method: str, tile_sides: Any) 
         judged(loss, args, scale=1e300, normalize=True)
     call(loss, *args, scale=2.0, method=method, reduction="none", grad_out=np.full(
         len(args[0]), 1e308))  # fmt: skip
-
-
-def test_schedules_are_as_silent() -> None:
-    for period in (5e-324, 1.0, 1.7e308):
-        swing = infonce.schedules.cosine(period, 1e-300, 1.7e308)
-        assert all(1e-300 <= swing(step) <= 1.7e308 for step in (0.0, 1e308, -3e307, 5e-324))
 
 
 def test_the_callers_settings_of_warnings_stay() -> None:
@@ -382,7 +376,7 @@ numbers = st.builds(lambda size, sign: size * sign, magnitudes, st.sampled_from(
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(
     method=st.sampled_from(["auto", *METHODS]), dtype=st.sampled_from(DTYPES),
     rows=st.integers(1, 40), d=st.integers(1, 9), size=magnitudes, scale=numbers,

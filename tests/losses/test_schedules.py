@@ -19,6 +19,9 @@ def test_cosine_at_the_points_of_a_period() -> None:
     got = [temperature(step) for step in (0, 100, 200, 300, 400, 50)]
     want = [0.9, 0.5, 0.1, 0.5, 0.9, 0.5 + 0.4 * math.sqrt(0.5)]
     assert got == pytest.approx(want, abs=1e-12)
+    for period in (5e-324, 1.0, 1.7e308):  # no warning
+        swing = schedules.cosine(period, 1e-300, 1.7e308)
+        assert all(1e-300 <= swing(step) <= 1.7e308 for step in (0.0, 1e308, -3e307, 5e-324))
 
 
 @pytest.mark.extras

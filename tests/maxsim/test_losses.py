@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from infonce.kernels.grid import Grid, gradient_visits, slices
 from infonce.kernels.maxsim import division, sizes
-from judge import BFLOAT16, assert_same_bits
+from judge import assert_same_bits
 
 import infonce
 from infonce import reference
@@ -190,48 +190,6 @@ def test_memory_within_the_workspace() -> None:
         assert peak - sum(z.nbytes for z in out.grads[:2]) <= 2**24
 
 
-@pytest.mark.parametrize("options", [{}, {"token_mean": True}, {"normalize": True}], ids=str)
-@pytest.mark.parametrize("workspace", ["40KiB", None])
-def test_scores(
-    workspace: str | None, options: dict[str, Any], divisions: list[division.Division]
-) -> None:
-    """Of each dtype in each precision; in one block or several."""
-    features = draw(26, 310, 4, 7, 8, 2)
-    masks = features[2]
-    for dtype in (np.float64, np.float32, np.float16, BFLOAT16):
-        query, key = (z.astype(dtype) for z in features[:2])
-        want = maxsim(query, key, **masks, **options).scores
-        for precision in ("auto", "fp64", "fp32"):
-            got = infonce.maxsim_scores(
-                query, key, **masks, **options, workspace=workspace, precision=precision
-            )
-            is_double = precision == "fp64" or (precision == "auto" and dtype is np.float64)
-            assert got.dtype == (np.float64 if is_double else np.float32)
-            near(got, want, 1e-14 if is_double else 2e-6)
-    for found in divisions:
-        has_blocks = found.rows < 26 and found.columns < 310 and found.piece < found.columns
-        assert has_blocks == (workspace is not None)
-
-
-SCORE_ERRORS: list[tuple[dict[str, Any], str]] = [
-    ({"workspace": 0}, "workspace: expected a positive number of bytes"),
-    ({"workspace": "much"}, "workspace: "),
-    ({"workspace": 1.5}, "workspace: expected an integer number of bytes"),
-    ({"workspace": "1KiB"}, "workspace: expected at least [0-9]+ bytes"),
-    ({"precision": "tf32"}, 'precision: expected "auto", "fp64" or "fp32" on the CPU'),
-    ({"precision": None}, "precision: expected"),
-    ({"token_mean": 1}, "token_mean: expected True or False"),
-    ({"normalize": None}, "normalize: expected True or False"),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), SCORE_ERRORS, ids=str)
-def test_errors_of_scores(options: dict[str, Any], message: str) -> None:
-    query, key, _ = draw(5, 5, 3, 4, 6, 5, masked=False)
-    with pytest.raises((TypeError, ValueError), match=message):
-        infonce.maxsim_scores(query, key, **options)
-
-
 @pytest.mark.parametrize("workspace", ["300KiB", "520KiB"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_same_bits(
@@ -275,31 +233,31 @@ def test_not_finite(bad: float) -> None:
     assert np.isnan(infonce.info_nce_loss(query, key, scale=1.0, query_mask=mask))
 
 
-def test_norms_beyond_the_precision() -> None:
-    """Tokens of float64 are divided by their norms before they become float32."""
-    query, key, _ = draw(5, 5, 3, 4, 6, 4, masked=False)
-    options: dict[str, Any] = {"normalize": True, "precision": "fp32", "label_smoothing": 0.1}
-    want = infonce.clip_loss(query, key, scale=1.0, **options)
-    got = infonce.clip_loss(2.0**400 * query, key, scale=1.0, **options)
-    assert got == want
-
-
-ERRORS: list[tuple[dict[str, Any], str]] = [
-    ({"query_mask": np.ones((5, 2), bool)}, r"query_mask: expected shape \(5, 3\)"),
-    ({"key_mask": np.ones((5, 4))}, "key_mask: expected dtype bool"),
-    ({"key_mask": np.zeros((5, 4), bool)}, "key_mask: expected at least one token .* key 0"),
-    ({"own": np.ones((5, 2, 6))}, "own: expected None with features of three dimensions"),
-    ({"method": "naive"}, "method: expected .* with features of three dimensions"),
-    ({"offload": True}, "offload: expected False with features of three dimensions"),
-    ({"token_mean": 1}, "token_mean: expected True or False"),
+LOSS, SCORES = functools.partial(infonce.info_nce_loss, scale=1.0), infonce.maxsim_scores
+ERRORS: list[tuple[Any, dict[str, Any], str]] = [
+    (LOSS, {"query_mask": np.ones((5, 2), bool)}, r"query_mask: expected shape \(5, 3\)"),
+    (LOSS, {"key_mask": np.ones((5, 4))}, "key_mask: expected dtype bool"),
+    (LOSS, {"key_mask": np.zeros((5, 4), bool)}, "key_mask: expected at least one token .* key 0"),
+    (LOSS, {"own": np.ones((5, 2, 6))}, "own: expected None with features of three dimensions"),
+    (LOSS, {"method": "naive"}, "method: expected .* with features of three dimensions"),
+    (LOSS, {"offload": True}, "offload: expected False with features of three dimensions"),
+    (LOSS, {"token_mean": 1}, "token_mean: expected True or False"),
+    (SCORES, {"workspace": 0}, "workspace: expected a positive number of bytes"),
+    (SCORES, {"workspace": "much"}, "workspace: "),
+    (SCORES, {"workspace": 1.5}, "workspace: expected an integer number of bytes"),
+    (SCORES, {"workspace": "1KiB"}, "workspace: expected at least [0-9]+ bytes"),
+    (SCORES, {"precision": "tf32"}, 'precision: expected "auto", "fp64" or "fp32" on the CPU'),
+    (SCORES, {"precision": None}, "precision: expected"),
+    (SCORES, {"token_mean": 1}, "token_mean: expected True or False"),
+    (SCORES, {"normalize": None}, "normalize: expected True or False"),
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), ERRORS, ids=[next(iter(o)) for o, _ in ERRORS])
-def test_errors(options: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("function", "options", "message"), ERRORS)
+def test_errors(function: Any, options: dict[str, Any], message: str) -> None:
     query, key, _ = draw(5, 5, 3, 4, 6, 5, masked=False)
     with pytest.raises((TypeError, ValueError), match=message):
-        infonce.info_nce_loss(query, key, scale=1.0, **options)
+        function(query, key, **options)
 
 
 def test_errors_of_shapes() -> None:

@@ -187,14 +187,15 @@ def device_view(z: Any, how: str) -> Any:
 
 def check(
     out: Result, ref: Any, args: Any, precision: str, scale: float, grad_dtype: str = "",
-    averaged: bool = False,
+    averaged: bool = False, call: str = "",
 ) -> None:  # fmt: skip
-    """AssertionError if a result is too far from `ref`, the loss in float64.
+    """AssertionError if a result of `call` is too far from `ref`, the loss in float64.
 
     `args` are the features. `averaged`: whether the batch is so large that errors of rounding
     average out, so that bounds have no terms for small batches. `judge.assert_grad` has the reasons
     of the factors 6 and 8.
     """
+    at = f"{call} at {scale:g}:"
     logit = largest_logit(scale, args[0], args[-1])
     u = PRODUCT_ROUNDOFF[precision]
     single = 2.0**-53 if precision == "fp64" else 2.0**-24
@@ -203,7 +204,7 @@ def check(
     summands = ref.losses.size if ref.lse is None else 1
     bound = max(bound, 4 * max(u, single) * max(logit, 1.0) * summands)
     error = abs(out.loss - ref.loss)
-    assert error <= bound, f"loss {out.loss} for {ref.loss}: off by {error:.2e}, bound {bound:.2e}"
+    assert error <= bound, f"{at} loss {out.loss} for {ref.loss}: off by {error:.1e} > {bound:.1e}"
     terms = cancelling(ref, args, scale)
     for name, got in out.grads.items():
         want = ref.grads[name]
@@ -224,7 +225,7 @@ def check(
         tiny = {"float16": 2.0**-24, "bfloat16": 2.0**-126}.get(got.dtype.name, 0.0)
         limit += tiny * np.sqrt(np.size(want)) + 1e-24 * (precision != "fp64")
         error = float(np.linalg.norm(wide - want))
-        assert error <= limit, f"{name}: off by {error:.2e}, bound {limit:.2e}, norm {size:.2e}"
+        assert error <= limit, f"{at} {name}: off by {error:.1e} > {limit:.1e}, norm {size:.1e}"
 
 
 SHAPES = [
