@@ -52,7 +52,7 @@ EVERY: dict[str, int] = {
     # test_maxsim.py
     "test_tails_of_keys": 3,
     # test_one_pass.py
-    "test_one_pass_where_heights_are_no_good": 9,
+    "test_one_pass_where_heights_are_no_good": 9, "test_positives_and_linear_terms_in_one_pass": 5,
     # test_options.py
     "test_both_passes_leave_out_the_same_pairs": 22, "test_limits_far_apart": 2,
     "test_gradients_of_prefixes_are_as_precise_as_asked": 3,
