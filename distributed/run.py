@@ -271,9 +271,9 @@ def choose_block_runner(request: Request) -> BlockRunner:
         # Products of a guide's features have other bits in a block of another shape. So both passes
         # of a problem with a guide have the same blocks, and leave out the same pairs. Without a
         # guide, the log-sum-exp pass may have larger chunks.
-        # Vectors are on the host, but a GPU's passes make them: `exponent_scaled`
+        # Vectors are on the host, but a GPU's passes make them
         run_pass = partial(copies.run_block_pass, ahead=ahead if request.problem.guided else None)
-        return BlockRunner(run_pass, Vectors(np, exponent_scaled=True), layout.layout)
+        return BlockRunner(run_pass, Vectors(np, passes_on_gpu=True), layout.layout)
     if request.on_gpu:
         from infonce.kernels.gpu import shard
 

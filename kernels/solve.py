@@ -223,13 +223,14 @@ def find_nan(xp: Any, losses: Array) -> Any:
 class Vectors:
     """The operations on vectors of length M and N, as arrays of NumPy or CuPy (`xp`).
 
-    GPU backends override most methods by kernels. `exponent_scaled`: a GPU's passes multiply the
-    dot products of positives by `Problem.exponent_scale`, and not by `Problem.scale`; and instead
-    of the maximum, their sums may have a reference exponent far below the largest logit.
+    GPU backends override most methods by kernels. `passes_on_gpu`: a GPU computes the blocks. Its
+    passes multiply the dot products of positives by `Problem.exponent_scale`, and not by
+    `Problem.scale`; and instead of the maximum, their sums may have a reference exponent far below
+    the largest logit.
     """
 
-    def __init__(self, xp: Any, exponent_scaled: bool = False) -> None:
-        self.xp, self.exponent_scaled = xp, exponent_scaled
+    def __init__(self, xp: Any, passes_on_gpu: bool = False) -> None:
+        self.xp, self.passes_on_gpu = xp, passes_on_gpu
 
     # -- operations on vectors, or on their parts that belong to a block or a rank
 
@@ -278,7 +279,7 @@ class Vectors:
     ) -> DirectionLosses:  # fmt: skip
         """`finalize_direction`: losses of rows, or of columns, from complete sums."""
         losses = finalize_direction(self.xp, sums, positive, decoupled, softmax_mean)
-        if self.exponent_scaled:  # of the gradient pass, references are at least the largest logit
+        if self.passes_on_gpu:  # of the gradient pass, references are at least the largest logit
             lse2 = losses.lse / LN_2
             losses.reference = self.xp.where(self.xp.isneginf(lse2), 0.0, lse2)
             losses.reference_probability = 1.0
@@ -333,7 +334,7 @@ class Vectors:
             stats.positive_logits = mirror_positive_logits(
                 self.xp, stats.positive_logits, problem.positives
             )
-        if problem.hardness and self.exponent_scaled:
+        if problem.hardness and self.passes_on_gpu:
             ratio = problem.scale / problem.exponent_scale
             stats.positive_logits = stats.positive_logits * ratio
         return finalize(self, problem, stats, gradient, backend, problem.scale)
@@ -370,10 +371,12 @@ class Vectors:
         parts = (log_scale_grad, 1.0), (dots, problem.pair_repeats)
         scale_parts = [part.sum() / divisor for part, divisor in parts if part is not None]
         scale_grad = total_bias_grad = None
-        if scale_parts:
-            scale_grad = sum(scale_parts) / problem.scale + find_nan(self.xp, losses)
-        if bias_grad is not None:
-            total_bias_grad = bias_grad.sum() / problem.scale + find_nan(self.xp, losses)
+        if scale_parts or bias_grad is not None:
+            nan = find_nan(self.xp, losses)
+            if scale_parts:
+                scale_grad = sum(scale_parts) / problem.scale + nan
+            if bias_grad is not None:
+                total_bias_grad = bias_grad.sum() / problem.scale + nan
         return None, scale_grad, total_bias_grad
 
     def sum_over_ranks(self, numbers: Array, divisors: Sequence[float], dtype: Any) -> Array:

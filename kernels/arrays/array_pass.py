@@ -41,7 +41,7 @@ class ArrayPass:
         self.exponent_ratio = self.positive_ratio = None
         if problem.hardness:
             self.exponent_ratio = problem.exponent_scale / problem.scale
-            if backend.vectors.exponent_scaled:
+            if backend.vectors.passes_on_gpu:
                 self.positive_ratio = self.exponent_ratio
         self.key_sums: Array = None  # dK of the grid's columns; None: not needed
         if isinstance(epilogue, SoftmaxGradient):

@@ -98,11 +98,11 @@ def solve_whole_matrix(problem: Problem, gradients: Gradients | None, vectors: V
         dense = _Dense(xp, query, key, row_nans)
         solution, g, finalized = _softmax(vectors, problem, x, logits, index, left_out, dense)
         own = finalized.own
-    nan = find_nan(xp, solution.losses)
     if solution.scale_grad is not None:
+        nan = find_nan(xp, solution.losses)
         solution.scale_grad = solution.scale_grad + nan
-    if solution.bias_grad is not None:
-        solution.bias_grad = solution.bias_grad + nan
+        if solution.bias_grad is not None:
+            solution.bias_grad = solution.bias_grad + nan
     solution.logits = x.all
     if gradients is None:
         return solution

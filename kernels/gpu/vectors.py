@@ -94,7 +94,7 @@ class ElementwiseVectors(two_passes.Vectors):
     """`solve.Vectors` by operations on CuPy's arrays, with a kernel for each merge of sums."""
 
     def __init__(self) -> None:
-        super().__init__(cupy, exponent_scaled=True)
+        super().__init__(cupy, passes_on_gpu=True)
 
     def identity(self, n: int, moments: bool) -> Sums:
         """Sums of nothing for n rows or columns."""

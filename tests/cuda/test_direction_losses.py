@@ -221,6 +221,6 @@ def test_references_of_a_gpus_sums_are_at_least_the_largest_logit() -> None:
     """Where vectors are on the host: a sum may have a reference far below its largest logit."""
     sums = Sums(np.array([160.0, -np.inf]), np.array([2.0**21, 0.0]))
     with np.errstate(invalid="ignore", divide="ignore"):
-        losses = Vectors(np, exponent_scaled=True).direction(sums, np.full(2, -np.inf))
+        losses = Vectors(np, passes_on_gpu=True).direction(sums, np.full(2, -np.inf))
     assert losses.reference.tolist() == [181.0, 0.0]
     assert losses.reference_probability == 1.0

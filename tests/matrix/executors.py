@@ -166,7 +166,7 @@ executor("NumPy, least workspace", of_numpy, draws=300)(
           fits=lambda problem: "precision" not in problem.settings)  # fmt: skip
 def with_arrays(problem: Problem) -> Result:
     """Passes over small blocks by operations on arrays, with vectors of the CPU or of a GPU."""
-    vectors = solve.Vectors(np, exponent_scaled=bool(problem.number % 2))
+    vectors = solve.Vectors(np, passes_on_gpu=bool(problem.number % 2))
 
     def solve_by_arrays(problem: Any, gradients: Any) -> Any:
         blocks = ArrayBlocks(problem, gradients, vectors, Rows)
