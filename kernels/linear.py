@@ -16,6 +16,8 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+
 from .direction_losses import DirectionLosses
 from .epilogues import Sums
 from .problem import LN_2, Array, Problem, as_sets
@@ -249,21 +251,43 @@ def segment_sums(
     return segment_sums_from_products(xp, problem, segments, row_products, column_products)
 
 
+def sum_segments(xp: Any, segment: Array, values: Array, count: int) -> Array:
+    """[count] the sum of the `values` [n] of each segment, added in the same order in every call.
+
+    On a GPU, `bincount` adds by atomics, in any order. So the rows are sorted by segment, and step
+    k adds to each row the sum of the 2^k rows of its segment before it.
+    """
+    n = len(values)
+    if xp is np or n == 0:
+        return xp.bincount(segment, values, count)
+    order = xp.argsort(segment)
+    segment, sums, step = segment[order], values[order], 1
+    while step < n:
+        is_same = segment[step:] == segment[:-step]
+        sums[step:] = xp.where(is_same, sums[step:] + sums[:-step], sums[step:])
+        step *= 2
+    every = xp.arange(count)
+    last = xp.maximum(xp.searchsorted(segment, every, side="right") - 1, 0)
+    return xp.where(segment[last] == every, sums[last], 0.0)
+
+
 def segment_sums_from_products(
     xp: Any, problem: Problem, segments: Segments, row_products: Array,
     column_products: Array | None,
 ) -> tuple[SegmentSums, SegmentSums | None]:  # fmt: skip
     """`Summing.segment_sums` of numbered segments, from `SegmentSums.products` of rows [M] and of
     columns [N] (None: not wanted)."""
+    count = segments.count
+    assert count is not None
 
     def complete(
         own: Array, others: Array, products: Array, other_bias: Array | None
     ) -> SegmentSums:
         """The sums of one side, whose segments are `own`, over the rows of the other side."""
-        number = xp.bincount(others, minlength=segments.count)[own] - float(problem.symmetric)
+        number = xp.bincount(others, minlength=count)[own] - float(problem.symmetric)
         biases = xp.zeros(len(own))
         if other_bias is not None:
-            biases += xp.bincount(others, other_bias, segments.count)[own]
+            biases += sum_segments(xp, others, other_bias, count)[own]
             if problem.symmetric:
                 biases -= other_bias
         return SegmentSums(products, number, biases)

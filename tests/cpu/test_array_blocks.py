@@ -1,13 +1,17 @@
 """Passes by operations on arrays, in blocks: their workspace, their memory, logits of any size."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import host_device
+import hypothesis
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 from infonce.kernels.arrays import naive
 from infonce.kernels.arrays.backend import ArrayBlocks
 from infonce.kernels.cpu import backend
+from infonce.kernels.linear import sum_segments
 from infonce.kernels.problem import Gradients, Problem
 from infonce.kernels.solve import Solution, Vectors, solve_by_passes
 from judge import peak_memory
@@ -32,6 +36,19 @@ def by_blocks(monkeypatch: pytest.MonkeyPatch, side: int | None = None) -> None:
 
 def near(got: Any, want: Any) -> None:
     np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
+
+
+@hypothesis.given(st.lists(st.integers(0, 6), max_size=70), st.integers(0, 2**32 - 1))
+def test_sums_of_segments_without_atomics(segment: list[int], seed: int) -> None:
+    """As on a GPU; NaN and infinity stay in their segments, and some segments have no rows."""
+    rng, rows = np.random.default_rng(seed), np.array(segment, np.int64)
+    values = rng.normal(size=len(rows))
+    values[rng.random(len(rows)) < 0.05] = rng.choice([np.nan, np.inf, -np.inf])
+    as_on_a_gpu = SimpleNamespace(**vars(np))
+    with np.errstate(invalid="ignore"):
+        got = sum_segments(as_on_a_gpu, rows, values, 9)
+        want = [sum(values[rows == number]) for number in range(9)]
+    near(got, want)
 
 
 @pytest.mark.parametrize("grad_dtype", [np.float32, np.float64])

@@ -30,8 +30,8 @@ def shares(
     """For each kind of array that was compared: its largest error, divided by the bound.
 
     `roundings`: so many times a gradient is rounded to the dtype of features. `device`: of a
-    GPU, whose exponentials in float32 are within 2^-22, and which rounds elements of dL/dx to 16
-    bits, too.
+    GPU, whose exponentials in float32 are within 2^-22, which takes subnormal losses for 0, and
+    which rounds elements of dL/dx to 16 bits, too.
     """
     with np.errstate(all="ignore"):
         worst: dict[str, float] = {}
@@ -46,9 +46,11 @@ def _shares(
     rounding = 2.0**-24 if np.asarray(got["loss"]).dtype == np.float32 else 2.0**-53
     wider = 4 if device and problem.compute == "float32" else 1
     upstream = float(np.abs(problem.grad_out).max(initial=0.0))
+    # a row's loss has a weight of at most 2
+    flushed = 2.0**-125 * problem.shape[0] if wider > 1 else 1e-43
     for name in ("loss", "loss alone"):
         if name in got:
-            bound = wider * want.loss_bound + 2 * rounding * np.abs(want.loss) + 1e-43
+            bound = wider * want.loss_bound + 2 * rounding * np.abs(want.loss) + flushed
             yield name, share(got[name], want.loss, bound)
     for have, right, bound in zip(got.get("lse", ()), want.lse, want.lse_bounds, strict=False):
         yield "lse", share(have, right, bound + 2 * rounding * np.abs(right) + 1e-300)

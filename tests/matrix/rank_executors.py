@@ -146,7 +146,9 @@ def over_mpi(seed: int, number: int, largest: int, exchange: str, way: str) -> A
     turn = number // 8  # the number modulo 8 is that of the loss
     if exchange == "ring" and turn % 2:
         least = 2**22 if problem.has_tokens or "GPU" in way else 2**17
-        options["workspace"] = problem.settings.get("workspace", least)
+        if problem.has_tokens and way == "GPU":
+            least = 2**26  # of which cuBLAS takes half
+        options["workspace"] = max(least, problem.settings.get("workspace", least))
     grad_out = local.grad_out
     if "GPU" in way:
         gpu_executors.use_device(comm.rank)

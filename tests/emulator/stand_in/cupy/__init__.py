@@ -25,7 +25,7 @@ __all__ = [
 
 # Functions that compute what NumPy's do, and types and numbers that are NumPy's
 FUNCTIONS = (
-    "abs all any argmax argsort bincount broadcast_to concatenate diag equal exp exp2 expand_dims "
+    "abs all any argmax argsort broadcast_to concatenate diag equal exp exp2 expand_dims "
     "fill_diagonal flatnonzero frexp isfinite isnan isneginf ldexp log log1p log2 logaddexp "
     "logaddexp2 matmul maximum minimum nextafter searchsorted sort sqrt stack sum take_along_axis "
     "tile unique where"
@@ -43,6 +43,15 @@ def _function(name: str) -> Any:
 
 globals().update({name: _function(name) for name in FUNCTIONS.split()})
 globals().update({name: getattr(np, name) for name in NAMES.split()})
+
+
+def bincount(x: Any, weights: Any = None, minlength: int = 0) -> Any:
+    """NumPy's. CuPy adds weights by atomics: for numbers with a fraction, the order matters."""
+    if weights is not None and weights.dtype.kind == "f":
+        raise TypeError("bincount: CuPy adds these weights in another order in each call")
+    return apply(np.bincount, x, weights, minlength)
+
+
 linalg = SimpleNamespace(norm=lambda *args, **options: apply(np.linalg.norm, *args, **options))
 lib = SimpleNamespace(
     stride_tricks=SimpleNamespace(
