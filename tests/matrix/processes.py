@@ -1,4 +1,5 @@
-"""Processes that start once and compute many problems: ranks over MPI and gloo, devices of JAX.
+"""Processes that start once and compute many problems: ranks over MPI, also on emulated GPUs, ranks
+over gloo, devices of JAX.
 
 `Processes.run` sends a problem to the first process, which collects the answers of the others, and
 returns one result of the whole batch. The program: `python processes.py KIND ADDRESS [RANK SIZE]`.
@@ -24,7 +25,7 @@ running: dict[str, Processes] = {}
 
 
 class Processes:
-    """Processes of one kind: "mpi 3", "gloo 3" or "devices 2"."""
+    """Processes of one kind: "mpi 3", "emulated 2", "gloo 3" or "devices 2"."""
 
     def __init__(self, kind: str) -> None:
         name, size = kind.split()
@@ -32,15 +33,20 @@ class Processes:
         address = str(Path(self.folder) / "socket")
         listener = Listener(address)
         program = [sys.executable, str(Path(__file__)), name, address]
-        folders = [*map(str, (HERE.parent / "support", HERE, HERE.parent / "distributed"))]
+        places = ("support", "matrix", "distributed", "emulator")
+        folders = [str(HERE.parent / place) for place in places]
         paths = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = os.environ | {
             "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "INFONCE_NUM_THREADS": "1",
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={size}", "JAX_PLATFORMS": "cpu",
         }  # fmt: skip
+        if name == "emulated":
+            environment["INFONCE_COPY_ENGINES"] = "0"
         mpiexec = shutil.which("mpiexec", path=str(Path(sys.executable).parent))
+        over_mpi = [[mpiexec or "mpiexec", "-n", size, *program]]
         commands = {
-            "mpi": [[mpiexec or "mpiexec", "-n", size, *program]],
+            "mpi": over_mpi,
+            "emulated": over_mpi,
             "gloo": [[*program, str(rank), size] for rank in range(int(size))],
             "devices": [program],
         }
@@ -97,7 +103,11 @@ def serve(
 
 def main() -> None:
     kind, address, *place = sys.argv[1:]
-    if kind == "mpi":
+    if kind == "emulated":
+        import emulation
+
+        emulation.begin()  # before CuPy is imported
+    if kind in ("mpi", "emulated"):
         import rank_executors
         from mpi4py import MPI
 

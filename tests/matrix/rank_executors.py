@@ -19,6 +19,7 @@ import numpy as np
 import processes
 from comparison import Result
 from executors import arguments, by_name, executor, of_numpy
+from gpu_problems import EMULATED
 from infonce.kernels.cpu.backend import CPU
 from problems import Problem, draw, in_pair
 from ranks_offload import offloading
@@ -153,6 +154,7 @@ def over_mpi(seed: int, number: int, largest: int, exchange: str, way: str) -> A
     if "GPU" in way:
         gpu_executors.use_device(comm.rank)
     if way == "GPU":
+        options["transport"] = ("auto", "staged")[turn // 2 % 2]
         on_device = gpu_executors.on_device
         args, grad_out = list(map(on_device, args)), on_device(grad_out)
         options = {name: on_device(value) for name, value in options.items()}
@@ -268,5 +270,6 @@ if importlib.util.find_spec("mpi4py"):
         executor(
             f"MPI, {_ranks} ranks, {_exchange}, {_way}", of_numpy, device=True, largest=40,
             fits=lambda problem: fits(problem) and gpu_executors.fits(problem),
-            needs=("mpi4py",), marks=("card",), tokens=_way == "GPU",
-        )(by(f"mpi {_ranks}", _exchange, _way))  # fmt: skip
+            needs=("mpi4py",), marks=("gpu",), tokens=_way == "GPU",
+            draws=(8 if _ranks == "4" else 20) if EMULATED else 40,
+        )(by(f"{'emulated' if EMULATED else 'mpi'} {_ranks}", _exchange, _way))  # fmt: skip

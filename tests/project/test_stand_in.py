@@ -12,7 +12,7 @@ import pytest
 EMULATOR = Path(__file__).parents[1] / "emulator"
 MODULES = [
     "cupy", "cupy.testing", "cupyx", "cupy.cuda", "cupy.cuda.cublas", "cupy.cuda.device",
-    "cupy.cuda.driver", "cupy.cuda.nvrtc", "cupy.cuda.runtime",
+    "cupy.cuda.driver", "cupy.cuda.nccl", "cupy.cuda.nvrtc", "cupy.cuda.runtime",
 ]  # fmt: skip
 # What its modules have for each other
 OWN = {
@@ -53,6 +53,7 @@ def test_cupy_has_what_the_stand_in_has() -> None:
         [sys.executable, "-c", NAMES, *MODULES], env={**os.environ, "PYTHONPATH": path},
         capture_output=True, text=True, check=True,
     )  # fmt: skip
+    importlib.import_module("cupy.cuda.nccl")  # no attribute before
     names = json.loads(done.stdout)
     assert {"cupy.concatenate", "cupy.cuda.Stream.begin_capture"} <= set(names)
     assert {name for name in names if not exists(name)} <= OWN

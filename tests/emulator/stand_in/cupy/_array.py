@@ -60,9 +60,17 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
 
     # -- to and from the host
 
-    def get(self, stream: Any = None) -> np.ndarray:
+    def get(
+        self, stream: Any = None, *, out: np.ndarray | None = None, blocking: bool = True
+    ) -> np.ndarray:
         (stream or streams.get_current_stream()).synchronize()
-        return self._host.copy(order="K")
+        if out is None:
+            return self._host.copy(order="K")
+        np.copyto(out, self._host)
+        return out
+
+    def tobytes(self) -> bytes:
+        return self.get().tobytes()
 
     def set(self, values: np.ndarray, stream: Any = None) -> None:
         if not isinstance(values, np.ndarray):

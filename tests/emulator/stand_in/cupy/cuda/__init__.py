@@ -1,7 +1,7 @@
 """The part of `cupy.cuda` that the library and its tests use."""
 # ruff: noqa: F401
 
-from . import cublas, device, driver, function, memory, nvrtc, runtime, stream
+from . import cublas, device, driver, function, memory, nccl, nvrtc, runtime, stream
 from .device import Device
 from .memory import (
     BaseMemory,

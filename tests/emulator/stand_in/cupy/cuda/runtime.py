@@ -60,6 +60,10 @@ def eventRecord(event: int, stream: int) -> None:
     streams.events[event].record(streams.known(stream))
 
 
+def streamWaitEvent(stream: int, event: int) -> None:
+    streams.known(stream).wait_event(streams.events[event])
+
+
 def pointerGetAttributes(address: int) -> Any:
     inside = any(start <= address < start + size for start, size in list(pinned.items()))
     return SimpleNamespace(type=memoryTypeHost if inside else memoryTypeUnregistered)
