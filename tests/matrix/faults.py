@@ -20,6 +20,7 @@ class Mutant:
 
 
 DROP_INS = "tests/matrix/test_matrix.py -k drop_in"
+GPU_RANKS = "tests/matrix/test_matrix.py -m emulated -k MPI"
 
 FAULTS = [
     # --- arrays and numbers between user and engine -----------------------------------------------
@@ -341,5 +342,21 @@ FAULTS = [
         '        raise ValueError(\n            f"timeout',
         "",
         ["tests/distributed/test_ranks.py -m slow -k equal_to_one_process"],
+    ),
+    Mutant(
+        "operations on arrays of a rank's GPU do not know which rows have no positive",
+        "distributed/run.py",
+        "request.on_gpu and vectors.has_plan(unweighted)",
+        "request.on_gpu",
+        "",
+        [GPU_RANKS],
+    ),
+    Mutant(
+        "vectors of ranks that offload take the reference of a GPU's sums for a maximum",
+        "distributed/run.py",
+        "Vectors(np, passes_on_gpu=True)",
+        "Vectors(np)",
+        "",
+        [GPU_RANKS],
     ),
 ]

@@ -150,6 +150,8 @@ def over_mpi(seed: int, number: int, largest: int, exchange: str, way: str) -> A
         if problem.has_tokens and way == "GPU":
             least = 2**26  # of which cuBLAS takes half
         options["workspace"] = max(least, problem.settings.get("workspace", least))
+    if turn % 3 == 1:  # blocks one after another, without plans
+        options["progress"] = lambda *_: None
     grad_out = local.grad_out
     if "GPU" in way:
         gpu_executors.use_device(comm.rank)
@@ -263,13 +265,12 @@ if importlib.util.find_spec("mpi4py"):
             largest=40, needs=("mpi4py",), draws=120 if _way == "offload" else 40,
             tokens=_way != "offload",
         )(by(f"mpi {_ranks}", _exchange, _way))  # fmt: skip
-    for _ranks, _exchange, _way in (
-        ("1", "auto", "GPU"), ("2", "ring", "GPU"), ("2", "gather", "GPU"),
-        ("2", "auto", "offload to GPU"), ("4", "hierarchical", "GPU"),
+    for _ranks, _exchange, _way, _draws in (
+        ("1", "auto", "GPU", 20), ("2", "ring", "GPU", 60), ("2", "gather", "GPU", 20),
+        ("2", "auto", "offload to GPU", 20), ("4", "hierarchical", "GPU", 8),
     ):  # fmt: skip
         executor(
             f"MPI, {_ranks} ranks, {_exchange}, {_way}", of_numpy, device=True, largest=40,
             fits=lambda problem: fits(problem) and gpu_executors.fits(problem),
-            needs=("mpi4py",), marks=("gpu",), tokens=_way == "GPU",
-            draws=(8 if _ranks == "4" else 20) if EMULATED else 40,
+            needs=("mpi4py",), marks=("gpu",), tokens=_way == "GPU", draws=_draws,
         )(by(f"{'emulated' if EMULATED else 'mpi'} {_ranks}", _exchange, _way))  # fmt: skip
