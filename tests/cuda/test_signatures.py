@@ -1,6 +1,7 @@
 """Kernels take arguments by the names that their sources declare; recordings say which of them are
 filled in later. No GPU is needed."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -47,6 +48,28 @@ def test_every_kernel_is_launched_from_one_file() -> None:
     assert launched.keys() == KERNELS.keys()
     # rows and tokens have norms
     assert {kernel for kernel, files in launched.items() if len(files) > 1} == {"row_norms"}
+
+
+def test_constants_that_both_languages_have_are_equal() -> None:
+    """Sides of tiles, threads of blocks, rows of pieces: the host lays out memory by them."""
+    assigned, of_kernels = r"([A-Z][A-Z0-9_]+) = (\d+)(?=[,;])", dict[str, set[int]]()
+    for path in compiler.SOURCES.rglob("*.cu*"):
+        for line in re.findall(r"^ *constexpr int ([^()]*;)", path.read_text(), re.MULTILINE):
+            for name, value in re.findall(assigned, line):
+                of_kernels.setdefault(name, set()).add(int(value))
+    of_one_file = {"ROWS", "THREADS"}  # words of several meanings
+    compared = 0
+    for path in [*HOST.rglob("*.py"), *(HOST.parent / "maxsim").glob("*.py")]:
+        for node in ast.parse(path.read_text()).body:
+            if not isinstance(node, ast.Assign) or path.name == "cpu.py":
+                continue
+            sides = ast.unparse(node).split(" = ", 1)
+            names, values = (side.strip("()").split(", ") for side in sides)
+            for name, value in zip(names, values, strict=False):
+                if name in of_kernels.keys() - of_one_file and value.isdigit():
+                    assert int(value) in of_kernels[name], (path, name)
+                    compared += 1
+    assert compared >= 18
 
 
 @pytest.mark.parametrize(
