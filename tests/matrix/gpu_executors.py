@@ -51,6 +51,11 @@ def use_device(rank: int) -> None:
     cupy.cuda.Device(rank % cupy.cuda.runtime.getDeviceCount()).use()
 
 
+def make_stream() -> Any:
+    """Another stream than the default one."""
+    return cupy.cuda.Stream(non_blocking=True)
+
+
 def on_host(found: Result) -> Result:
     """A copy of a result with NumPy's arrays."""
     copied: Result = {k: host(z) for k, z in found.items() if k not in ("lse", "metrics")}

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Client, Connection, Listener
@@ -101,6 +102,26 @@ def serve(
             connection.send(answer)
 
 
+def in_schedule(compute: Callable[..., Any], rank: int) -> Callable[..., Any]:
+    """The same function, in a schedule of an emulated GPU that follows from the problem's number. A
+    thread does the late work of streams, as other ranks may wait for it before this one does."""
+    import engine
+    from cupy.cuda import stream
+
+    def do_late_work() -> None:
+        while True:
+            time.sleep(0.01)
+            stream.synchronize_all()
+
+    def compute_in_schedule(seed: int, number: int, *others: Any) -> Any:
+        stream.chance.seed(8 * number + rank)
+        with engine.schedule(number % 3):
+            return compute(seed, number, *others)
+
+    threading.Thread(target=do_late_work, daemon=True).start()
+    return compute_in_schedule
+
+
 def main() -> None:
     kind, address, *place = sys.argv[1:]
     if kind == "emulated":
@@ -111,7 +132,9 @@ def main() -> None:
         import rank_executors
         from mpi4py import MPI
 
-        world = MPI.COMM_WORLD
+        world, compute = MPI.COMM_WORLD, rank_executors.over_mpi
+        if kind == "emulated":
+            compute = in_schedule(compute, world.rank)
 
         def broadcast(task: Any) -> Any:
             arrived = world.Ibarrier()  # MPI waits busily, for hours between tests
@@ -120,7 +143,7 @@ def main() -> None:
             return world.bcast(task)
 
         connection = None if world.rank else Client(address)
-        serve(connection, broadcast, rank_executors.over_mpi)
+        serve(connection, broadcast, compute)
     elif kind == "gloo":
         import rank_executors
         import torch.distributed as dist

@@ -5,6 +5,7 @@ The functions that processes.py calls in each rank (`over_mpi`, `over_gloo`) are
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import itertools
@@ -155,7 +156,9 @@ def over_mpi(seed: int, number: int, largest: int, exchange: str, way: str) -> A
     grad_out = local.grad_out
     if "GPU" in way:
         gpu_executors.use_device(comm.rank)
+    stream: Any = contextlib.nullcontext()
     if way == "GPU":
+        stream = gpu_executors.make_stream() if number % 2 else stream
         options["transport"] = ("auto", "staged")[turn // 2 % 2]
         on_device = gpu_executors.on_device
         args, grad_out = list(map(on_device, args)), on_device(grad_out)
@@ -168,7 +171,7 @@ def over_mpi(seed: int, number: int, largest: int, exchange: str, way: str) -> A
             mock.patch.object(cost, "LEAST_VISIT_BYTES", (1, 2**26)[turn // 2 % 2]),
             mock.patch.dict(os.environ, INFONCE_LOCAL_SIZE=str(nodes)),
             mock.patch.object(CPU, "__init__", watched(CPU.__init__)),
-            np.errstate(all="ignore"), offloading(way == "offload") as more,
+            np.errstate(all="ignore"), offloading(way == "offload") as more, stream,
         ):  # fmt: skip
             function = getattr(distributed, f"{problem.loss}_loss")
             more |= {"offload": True} if way == "offload to GPU" else {}

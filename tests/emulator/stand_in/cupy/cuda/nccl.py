@@ -1,5 +1,5 @@
-"""NCCL between emulated devices of several processes, by MPI. A stream waits in a transfer for the
-other ranks, and lets the host wait, too: ranks queue their transfers in one order.
+"""NCCL between emulated devices of several processes, by MPI. Whoever does the work of a stream
+waits in a transfer for the other ranks.
 """
 
 from __future__ import annotations
