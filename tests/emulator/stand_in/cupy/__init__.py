@@ -128,9 +128,20 @@ def array(values: Any, dtype: Any = None, copy: bool = True, order: str = "K") -
         if not copy and dtype == values.dtype and fits:
             return values
         return values.astype(dtype, order=order)
+    described = getattr(values, "__cuda_array_interface__", None)
+    if described is not None:
+        return _viewed_by_interface(values, described)
     if isinstance(values, list | tuple) and any(isinstance(z, ndarray) for z in values):
         return apply(lambda *z: np.array(z, dtype), *values)
     return on_device(np.array(values, dtype, order=order))
+
+
+def _viewed_by_interface(owner: Any, described: dict[str, Any]) -> ndarray:
+    """An array on the memory of another library's array."""
+    shape, dtype = described["shape"], np.dtype(described["typestr"])
+    size = int(np.prod(shape, dtype=object)) * dtype.itemsize
+    memory = cuda.UnownedMemory(described["data"][0], size, owner)
+    return ndarray(shape, dtype, cuda.MemoryPointer(memory, 0), described.get("strides"))
 
 
 def asarray(values: Any, dtype: Any = None, order: str = "K") -> ndarray:
