@@ -354,9 +354,11 @@ def keep_until_read(feature: Array, *values: Any) -> None:
     if not on_gpu(feature):
         return
     foreign = [value for value in _flatten(values) if _has_other_stream(value)]
-    if not foreign:
+    cuda = sys.modules["cupy"].cuda
+    # An event of a capture is never done. Whoever captures keeps the arrays of the graph
+    if not foreign or cuda.get_current_stream().is_capturing():
         return
-    event = sys.modules["cupy"].cuda.Event(disable_timing=True)
+    event = cuda.Event(disable_timing=True)
     event.record()
     with _read_by_gpu_lock:
         while _read_by_gpu and _read_by_gpu[0][0].done:
