@@ -349,7 +349,7 @@ def keep_until_read(feature: Array, *values: Any) -> None:
 
     If nobody refers to such an array, its library uses the memory for others, at once: it does not
     know of the work that is queued on CuPy's current stream. (PyTorch's current stream is CuPy's.)
-    `feature` is a result of `native`; `values` are the caller's arrays, in lists too.
+    `feature` is a result of `native`; `values` are the caller's arrays, also in lists and mappings.
     """
     if not on_gpu(feature):
         return
@@ -367,7 +367,9 @@ def keep_until_read(feature: Array, *values: Any) -> None:
 
 
 def _flatten(value: Any) -> Iterator[Any]:
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, Mapping):
+        yield from _flatten([*value.values()])
+    elif isinstance(value, (tuple, list)):
         for each in value:
             yield from _flatten(each)
     else:

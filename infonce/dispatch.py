@@ -50,8 +50,7 @@ def loss(
                 add_teacher(kind, request, features, teacher)
             arrays.warn_of_lost_gradients(kind, caller_arrays, bias, options)
             result = make_loss(request, _solve(request), caller_arrays[0])
-            given = caller_arrays, labels, bias, teacher, [*options.values()]
-            arrays.keep_until_read(features[0], *given)
+            arrays.keep_until_read(features[0], caller_arrays, labels, bias, teacher, options)
             return result
 
 
@@ -89,8 +88,7 @@ def loss_and_grad(
             if teacher is not None:
                 add_teacher(kind, request, features, teacher)
             out = make_result(kind, request, _solve(request), caller_arrays[0])
-            given = caller_arrays, labels, bias, teacher, [*options.values()]
-            arrays.keep_until_read(features[0], *given)
+            arrays.keep_until_read(features[0], caller_arrays, labels, bias, teacher, options)
             return out
 
 
