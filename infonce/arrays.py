@@ -7,12 +7,15 @@ CuPy is imported for arrays on a GPU.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
 import itertools
 import sys
+import threading
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -333,6 +336,51 @@ def _use_memory_of_torch(torch: Any, cupy: Any, device: int, stream_pointer: int
 
     with cupy.cuda.using_allocator(malloc), _use_device(torch, cupy, device, stream_pointer):
         yield
+
+
+# (event, arrays) of calls that the GPU may not have done
+_read_by_gpu: deque[tuple[Any, list[Any]]] = deque()
+_read_by_gpu_lock = threading.Lock()
+atexit.register(_read_by_gpu.clear)  # while the libraries are still there
+
+
+def keep_until_read(feature: Array, *values: Any) -> None:
+    """Keep arrays of JAX, and of others with streams of their own, until the GPU has read them.
+
+    If nobody refers to such an array, its library uses the memory for others, at once: it does not
+    know of the work that is queued on CuPy's current stream. (PyTorch's current stream is CuPy's.)
+    `feature` is a result of `native`; `values` are the caller's arrays, also in lists and mappings.
+    """
+    if not on_gpu(feature):
+        return
+    foreign = [value for value in _flatten(values) if _has_other_stream(value)]
+    cuda = sys.modules["cupy"].cuda
+    # An event of a capture is never done. Whoever captures keeps the arrays of the graph
+    if not foreign or cuda.get_current_stream().is_capturing():
+        return
+    event = cuda.Event(disable_timing=True)
+    event.record()
+    with _read_by_gpu_lock:
+        while _read_by_gpu and _read_by_gpu[0][0].done:
+            _read_by_gpu.popleft()
+        _read_by_gpu.append((event, foreign))
+
+
+def _flatten(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        yield from _flatten([*value.values()])
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _flatten(each)
+    else:
+        yield value
+
+
+def _has_other_stream(value: Any) -> bool:
+    """Whether a value is an array of another library than NumPy, CuPy and PyTorch."""
+    exports = hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__")
+    known = isinstance(value, np.ndarray) or on_gpu(value)
+    return exports and not (known or _is_instance(value, "torch", "Tensor"))
 
 
 # (device, address) -> CuPy's stream. Entries are never removed: torch's pool of streams is small

@@ -49,7 +49,9 @@ def loss(
             if teacher is not None:
                 add_teacher(kind, request, features, teacher)
             arrays.warn_of_lost_gradients(kind, caller_arrays, bias, options)
-            return make_loss(request, _solve(request), caller_arrays[0])
+            result = make_loss(request, _solve(request), caller_arrays[0])
+            arrays.keep_until_read(features[0], caller_arrays, labels, bias, teacher, options)
+            return result
 
 
 def loss_and_grad(
@@ -85,7 +87,9 @@ def loss_and_grad(
             )
             if teacher is not None:
                 add_teacher(kind, request, features, teacher)
-            return make_result(kind, request, _solve(request), caller_arrays[0])
+            out = make_result(kind, request, _solve(request), caller_arrays[0])
+            arrays.keep_until_read(features[0], caller_arrays, labels, bias, teacher, options)
+            return out
 
 
 def _in_one_pass(

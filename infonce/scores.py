@@ -83,4 +83,5 @@ def maxsim_scores(
                 workspace=validation.workspace(workspace) or WORKSPACE,
             )  # fmt: skip
             result: Any = dispatch.backend(False, on_gpu, True).scores(problem)
+            arrays.keep_until_read(features[0], query, key, query_mask, key_mask)
             return arrays.converter_to(query)(result)

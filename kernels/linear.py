@@ -71,11 +71,21 @@ class Segments:
 
         `partners` finds the other key of a segment of two from this sum.
         """
-        numbered = self.numbered(xp)
-        assert numbered.count is not None
-        number = xp.bincount(numbered.columns, minlength=numbered.count)
-        indices = xp.bincount(numbered.columns, index, numbered.count)
-        return number[numbered.rows], indices[numbered.rows].astype(index.dtype)
+        order, begin, end = find_members(xp, self.rows, self.columns)
+        upto = xp.zeros(len(index) + 1, index.dtype)
+        upto[1:] = xp.cumsum(index[order])
+        return end - begin, upto[end] - upto[begin]
+
+
+def find_members(xp: Any, own: Array, others: Array) -> tuple[Array, Array, Array]:
+    """An order [n] of the other side by `others`, its segments or ids; and [m] where the members of
+    the segments `own` begin and end in it.
+
+    `unique` and `bincount` of CuPy would make the host wait for the GPU.
+    """
+    order = xp.argsort(others)
+    begin, end = (xp.searchsorted(others[order], own, side=side) for side in ("left", "right"))
+    return order, begin, end
 
 
 @dataclass
@@ -251,46 +261,50 @@ def segment_sums(
     return segment_sums_from_products(xp, problem, segments, row_products, column_products)
 
 
-def sum_segments(xp: Any, segment: Array, values: Array, count: int) -> Array:
-    """[count] the sum of the `values` [n] of each segment, added in the same order in every call.
+def sum_members(xp: Any, segment: Array, values: Array, begin: Array, end: Array) -> Array:
+    """[m] the sums of `values` [n] from `begin` [m] to `end` [m], each of one segment, added in the
+    same order in every call. `segment` [n] and `values` are in the order of `find_members`.
 
-    On a GPU, `bincount` adds by atomics, in any order. So the rows are sorted by segment, and step
-    k adds to each row the sum of the 2^k rows of its segment before it.
+    `bincount` of CuPy adds by atomics, in any order. So step k adds to each value the sum of the
+    2^k values of its segment before it.
     """
-    n = len(values)
-    if xp is np or n == 0:
-        return xp.bincount(segment, values, count)
-    order = xp.argsort(segment)
-    segment, sums, step = segment[order], values[order], 1
+    n, step = len(values), 1
+    sums = xp.zeros(n + 1)  # the last number is the sum of no values
+    sums[:n] = values
     while step < n:
         is_same = segment[step:] == segment[:-step]
-        sums[step:] = xp.where(is_same, sums[step:] + sums[:-step], sums[step:])
+        sums[step:n] = xp.where(is_same, sums[step:n] + sums[: n - step], sums[step:n])
         step *= 2
-    every = xp.arange(count)
-    last = xp.maximum(xp.searchsorted(segment, every, side="right") - 1, 0)
-    return xp.where(segment[last] == every, sums[last], 0.0)
+    return sums[xp.where(begin == end, n, end - 1)]
 
 
 def segment_sums_from_products(
     xp: Any, problem: Problem, segments: Segments, row_products: Array,
     column_products: Array | None,
 ) -> tuple[SegmentSums, SegmentSums | None]:  # fmt: skip
-    """`Summing.segment_sums` of numbered segments, from `SegmentSums.products` of rows [M] and of
-    columns [N] (None: not wanted)."""
-    count = segments.count
-    assert count is not None
+    """`Summing.segment_sums` from `SegmentSums.products` of rows [M] and of columns [N] (None: not
+    wanted)."""
+    if xp is np:
+        segments = segments.numbered(np)
 
     def complete(
         own: Array, others: Array, products: Array, other_bias: Array | None
     ) -> SegmentSums:
         """The sums of one side, whose segments are `own`, over the rows of the other side."""
-        number = xp.bincount(others, minlength=count)[own] - float(problem.symmetric)
         biases = xp.zeros(len(own))
-        if other_bias is not None:
-            biases += sum_segments(xp, others, other_bias, count)[own]
-            if problem.symmetric:
-                biases -= other_bias
-        return SegmentSums(products, number, biases)
+        if xp is np:
+            assert segments.count is not None
+            number = np.bincount(others, minlength=segments.count)[own]
+            if other_bias is not None:
+                biases += np.bincount(others, other_bias, segments.count)[own]
+        else:
+            order, begin, end = find_members(xp, own, others)
+            number = end - begin
+            if other_bias is not None:
+                biases = sum_members(xp, others[order], other_bias[order], begin, end)
+        if problem.symmetric and other_bias is not None:
+            biases -= other_bias
+        return SegmentSums(products, number - float(problem.symmetric), biases)
 
     row_sums = complete(segments.rows, segments.columns, row_products, problem.key_bias)
     if column_products is None:

@@ -61,7 +61,8 @@ def normalized_rows(
     if z.dtype.itemsize == 8:  # squares of narrower dtypes stay within the range of float64
         wide, exponent = near_one(xp, wide)
     norms = xp.linalg.norm(wide, axis=1, keepdims=True)
-    norms[norms == 0] = np.inf  # so that a row of zeros stays zero, and gets zero gradient
+    # so that a row of zeros stays zero, and gets zero gradient
+    norms = xp.where(norms == 0, np.inf, norms)
     return (wide / norms).astype(dtype), (norms, exponent)
 
 

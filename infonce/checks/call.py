@@ -268,9 +268,17 @@ def _set_groups(
     blocks have no positive. A GPU may leave out those that have no common group either.
     """
     xp, sizes = static.xp, (len(arrays[0]), len(arrays[loss.key_argument]))
-    groups = options.get("groups")
+
+    def make_two_groups(xp: Any) -> tuple[Array, Array]:
+        return xp.zeros(sizes[0], np.int64), xp.ones(sizes[1], np.int64)
+
     if not options.get("in_batch", True):
-        groups = np.zeros(sizes[0], np.int64), np.ones(sizes[1], np.int64)
+        # made on the GPU too: a copy from the host could not be captured in a CUDA graph
+        problem.query_groups, problem.key_groups = make_two_groups(xp)
+        if xp is not np and default_positives:
+            problem.host_groups = make_two_groups(np)
+        return
+    groups = options.get("groups")
     # groups in a GPU's memory are not read on the host: that would wait for the GPU
     host_knows_groups = xp is not np and rows.on_host("groups", groups)
     pair = rows.sample_integers(np if host_knows_groups else xp, loss, "groups", groups, *sizes)

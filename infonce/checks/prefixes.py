@@ -173,6 +173,7 @@ def _prefixes(
         features = arrays.natives(caller_arrays, kind.arguments)
         with arrays.compute_context(features[0]):
             yield features, *check_and_read(kind, features, options)
+            arrays.keep_until_read(features[0], caller_arrays)
 
 
 def check_and_read(

@@ -63,9 +63,9 @@ def capture(function: Callable[..., Any], *inputs: Array, **options: Any) -> Cap
     inputs : CuPy arrays
         Their memory is read at every call: write new features into the same arrays.
     options
-        Of `function`. Memory of the call stays reserved as long as the result lives: at most
-        `workspace`, outputs, vectors of length M or N, and a workspace for cuBLAS: 32 MiB from
-        compute capability 9.0 on, 4 MiB before.
+        Of `function`; arrays among them are on the GPU. Memory of the call stays reserved as long
+        as the result lives: at most `workspace`, outputs, vectors of length M or N, and a workspace
+        for cuBLAS: 32 MiB from compute capability 9.0 on, 4 MiB before.
 
     Returns
     -------

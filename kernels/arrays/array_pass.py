@@ -207,9 +207,9 @@ class ArrayPass:
             own = xp.arange(rows.start, rows.stop)[:, None] == xp.arange(
                 columns.start, columns.stop
             )
-            x.all[own] = -np.inf
+            xp.copyto(x.all, -np.inf, where=own)
         if excluded is not None:
-            x.all[excluded] = -np.inf
+            xp.copyto(x.all, -np.inf, where=excluded)
         if isinstance(epilogue, SoftmaxGradient):
             return self._gradient(epilogue, x, index, rows, columns, left_out)
         logits = positive.astype(np.float64)
@@ -244,10 +244,10 @@ class ArrayPass:
                 for guide in (problem.guide_query[rows], problem.guide_key[columns])
             )
             block.guide_dots = self.dot_products(query, key)
-            block.guide_dots[~xp.isfinite(block.guide_dots)] = np.nan
+            xp.copyto(block.guide_dots, np.nan, where=~xp.isfinite(block.guide_dots))
         masks = find_masks(block, pairs)
         if problem.guided:
-            x[xp.isnan(block.guide_dots)] = np.nan
+            xp.copyto(x, np.nan, where=xp.isnan(block.guide_dots))
         return masks
 
     def _exponents(self, x: Array) -> Array:

@@ -2,7 +2,8 @@
 
 Three matrix products, one M x N matrix, and a few passes over it. This is not fast and needs much
 memory, but it shows what the passes compute, and it can return the logits. Exponents are natural.
-Nothing reads an element of an array on the host.
+Nothing reads an element of an array on the host: so masks are arguments of `copyto`, because CuPy
+counts the elements of a mask that is an index.
 
 M x N matrices (`PairMatrix`) have one further element after the last, at the index of a positive
 that a row lacks: code that sets positives aside needs no branch. x are logits in natural units, and
@@ -63,14 +64,14 @@ def solve_whole_matrix(problem: Problem, gradients: Gradients | None, vectors: V
     if problem.guided:
         products = PairMatrix(xp, m, n, dtype)
         block.guide_dots = xp.matmul(guide_query, guide_key.T, out=products.all)
-        products.flat[~xp.isfinite(products.flat)] = np.nan
+        xp.copyto(products.flat, np.nan, where=~xp.isfinite(products.flat))
         problem.guide_query_limits, problem.guide_key_limits = _find_limits(
             xp, guide_problem(problem), products, index
         )
     pairs = PositivePairs.find(xp, problem, slice(m), slice(n), dtype)
     excluded, left_out = find_masks(block, pairs)
     if problem.guided:
-        x.all[xp.isnan(block.guide_dots)] = np.nan
+        xp.copyto(x.all, np.nan, where=xp.isnan(block.guide_dots))
         del products, block
     scale = xp.asarray(problem.scale, dtype)
     x.flat *= scale
@@ -78,7 +79,7 @@ def solve_whole_matrix(problem: Problem, gradients: Gradients | None, vectors: V
     if problem.symmetric:
         xp.fill_diagonal(x.all, -np.inf)
     if excluded is not None:
-        x.all[excluded] = -np.inf
+        xp.copyto(x.all, -np.inf, where=excluded)
     x.flat[index] = positive
 
     finite = xp.isfinite(query).all(axis=1) & xp.isfinite(key).all()
@@ -157,9 +158,7 @@ class _Dense:
         dots = self.query.astype(np.float64) @ self.key.astype(np.float64).T
         dots *= segments.pairs(xp, problem.symmetric)
         column_sums = dots.sum(axis=0) if columns else None
-        return segment_sums_from_products(
-            xp, problem, segments.numbered(xp), dots.sum(axis=1), column_sums
-        )
+        return segment_sums_from_products(xp, problem, segments, dots.sum(axis=1), column_sums)
 
 
 def _softmax(
@@ -264,7 +263,7 @@ def sigmoid_terms(
     sign.flat[:] = 1
     sign.flat[index] = -1
     if pairs is not None:
-        sign.all[pairs.positive] = -1
+        xp.copyto(sign.all, -1.0, where=pairs.positive)
     z = (x.all + bias) * sign.all
     terms = xp.logaddexp(z.dtype.type(0), z)
     small = xp.exp(-xp.abs(z))
@@ -275,7 +274,7 @@ def sigmoid_terms(
     if pairs is not None:
         terms *= pairs.weight
         g *= pairs.weight
-    g[xp.isneginf(x.all)] = 0
+    xp.copyto(g, 0.0, where=xp.isneginf(x.all))
     return terms.sum(axis=1, dtype=np.float64), g
 
 

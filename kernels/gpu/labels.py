@@ -1,6 +1,6 @@
 """Classes of rows by label, and row shares, on a GPU: kernels/cuda/labels.cu.
 
-The kernels sort, because CuPy's `argsort` and `unique` would wait for the device.
+The kernels sort, and no number of classes is needed: CuPy's `unique` would wait for the device.
 """
 
 from __future__ import annotations

@@ -262,8 +262,7 @@ class TokenBlocks(ArrayBlocks):
     def segment_sums(
         self, problem: Problem, segments: Segments, columns: bool
     ) -> tuple[SegmentSums, SegmentSums | None]:
-        xp, segments = self.xp, segments.numbered(self.xp)
-        (m, n, _), grid = problem.shape, self.grid(problem, False)
+        xp, (m, n, _), grid = self.xp, problem.shape, self.grid(problem, False)
         row_sums, column_sums = xp.zeros(m), xp.zeros(n)
         for rows in grid.rows:
             for keys in grid.columns:

@@ -54,8 +54,10 @@ def solve(problem: Problem, gradients: Gradients | None, device: OffloadDevice) 
     sizes = layout(problem, gradients)
     vectors_on_device = _copy_vectors(device, problem)  # features stay on the host
     with device.copies() as copies:
-        # Touch the gradients before all else: the system provides their memory while products run
-        for to in _destinations(gradients):
+        # Touch the gradients before all else: the system provides their memory while products run.
+        # Not that of a table, to which the host writes itself: `touch` may write old contents later
+        to_touch = _destinations(gradients)[: 3 if problem.own_indices is None else 2]
+        for to in to_touch:
             if to is not None:
                 copies.touch(to)
         room = room_for_blocks(problem, gradients)

@@ -1,6 +1,5 @@
 """Passes by operations on arrays, in blocks: their workspace, their memory, logits of any size."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import host_device
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from infonce.kernels.arrays import naive
 from infonce.kernels.arrays.backend import ArrayBlocks
 from infonce.kernels.cpu import backend
-from infonce.kernels.linear import sum_segments
+from infonce.kernels.linear import Segments, find_members, sum_members
 from infonce.kernels.problem import Gradients, Problem
 from infonce.kernels.solve import Solution, Vectors, solve_by_passes
 from judge import peak_memory
@@ -38,17 +37,24 @@ def near(got: Any, want: Any) -> None:
     np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
 
 
-@hypothesis.given(st.lists(st.integers(0, 6), max_size=70), st.integers(0, 2**32 - 1))
-def test_sums_of_segments_without_atomics(segment: list[int], seed: int) -> None:
-    """As on a GPU; NaN and infinity stay in their segments, and some segments have no rows."""
-    rng, rows = np.random.default_rng(seed), np.array(segment, np.int64)
-    values = rng.normal(size=len(rows))
-    values[rng.random(len(rows)) < 0.05] = rng.choice([np.nan, np.inf, -np.inf])
-    as_on_a_gpu = SimpleNamespace(**vars(np))
+SEGMENTS = st.lists(st.integers(-3, 6), max_size=70)
+
+
+@hypothesis.given(SEGMENTS, SEGMENTS, st.integers(0, 2**32 - 1))
+def test_members_of_segments(rows: list[int], columns: list[int], seed: int) -> None:
+    """As on a GPU, without atomics; NaN and infinity stay in their segments, and some segments
+    have no members."""
+    rng, own, others = np.random.default_rng(seed), np.array(rows, int), np.array(columns, int)
+    values = rng.normal(size=len(others))
+    values[rng.random(len(others)) < 0.05] = rng.choice([np.nan, np.inf, -np.inf])
     with np.errstate(invalid="ignore"):
-        got = sum_segments(as_on_a_gpu, rows, values, 9)
-        want = [sum(values[rows == number]) for number in range(9)]
+        order, begin, end = find_members(np, own, others)
+        got = sum_members(np, others[order], values[order], begin, end)
+        want = [sum(values[others == number]) for number in rows]
     near(got, want)
+    number, index_sums = Segments(own, others).members(np, np.arange(len(others)))
+    assert number.tolist() == [columns.count(each) for each in rows]
+    assert index_sums.tolist() == [np.flatnonzero(others == each).sum() for each in rows]
 
 
 @pytest.mark.parametrize("grad_dtype", [np.float32, np.float64])

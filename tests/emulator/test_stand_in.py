@@ -152,6 +152,35 @@ def test_graphs(cupy: Any) -> None:
             assert (out.get() == 1).all()
 
 
+def test_what_a_captured_stream_refuses(cupy: Any) -> None:
+    """Waits of the host, copies from the host, and CuPy's products."""
+    x, stream = cupy.arange(3.0), cupy.cuda.Stream(non_blocking=True)
+    waits = (lambda: x[x > 0], lambda: x.__setitem__(x > 0, 1.0), lambda: cupy.unique(x),
+             lambda: cupy.bincount(cupy.arange(3)), lambda: bool((x > 0).any()))  # fmt: skip
+    others = {lambda: cupy.asarray(np.arange(3)): RuntimeError, lambda: x @ x: NotImplementedError}
+    with stream:
+        stream.begin_capture()
+        for wait in waits:
+            with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="the host waits"):
+                wait()
+        for refused, error in others.items():
+            with pytest.raises(error):
+                refused()
+        cupy.copyto(x, 5.0, where=x > 0)
+        x[cupy.arange(1)] = cupy.asarray(4.0)
+        stream.end_capture().launch()
+    assert x.get().tolist() == [4, 5, 5]
+    before = len(cupy.cuda.stream.waits)
+    x[x > 4] = 0.0
+    assert len(cupy.cuda.stream.waits) == before + 1
+
+
+def test_no_value_of_several_at_one_index_stays(cupy: Any) -> None:
+    x, index = cupy.zeros(4), cupy.asarray(np.array([0, 2, 2, 3, 3]))
+    x[index] = cupy.asarray(np.array([1.0, 2.0, 3.0, 4.0, 4.0]))
+    np.testing.assert_array_equal(x.get(), [1.0, 0.0, np.nan, 4.0])
+
+
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_missing_wait_for_another_stream_shows(cupy: Any, waits: bool) -> None:
     wrong = 0

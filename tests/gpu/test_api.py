@@ -1,5 +1,6 @@
 """The public functions on arrays of a GPU: same answers, same kind of array, same errors."""
 
+import itertools
 import re
 import shutil
 from dataclasses import replace
@@ -345,6 +346,45 @@ def test_capture(loss: str, method: str) -> None:
             assert a is None or bool((a == b).all())
     alone = infonce.capture(getattr(infonce, f"{loss}_loss"), *first, scale=2.0, method=method)
     assert float(alone()) == pytest.approx(float(got.loss), rel=1e-6)
+
+
+class ForeignArray:
+    """An array of a library that does not know of CuPy's streams."""
+
+    def __init__(self, array: Any, is_read: Any, freed: list[bool]) -> None:
+        self.array, self.is_read, self.freed = array, is_read, freed
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        data, typestr = (self.array.data.ptr, False), self.array.dtype.str
+        return {"shape": self.array.shape, "typestr": typestr, "data": data, "version": 3}
+
+    def __del__(self) -> None:
+        self.freed.append(self.is_read())
+
+
+def test_arrays_of_other_libraries_stay_until_they_are_read() -> None:
+    image, text = map(cupy.asarray, pairs("random", 40, 40, 24, np.float32, 0))
+    want = infonce.clip_loss(image, text, scale=4.0)
+    stream, freed = cupy.cuda.Stream(non_blocking=True), list[bool]()
+    cupy.cuda.Device().synchronize()
+    functions = (
+        lambda z, **more: infonce.clip_loss(*z, scale=4.0, **more),
+        lambda z, **more: infonce.clip_loss_and_grad(*z, scale=4.0, **more).loss,
+    )
+    for function, options in itertools.product(functions, ({}, {"dims": (24,)})):
+        for _ in range(4):
+            ends: list[Any] = []  # an event after the call, once it has returned
+
+            def is_read(ends: list[Any] = ends) -> bool:
+                return bool(ends[0].done if ends else stream.done)
+
+            with stream:
+                loss = function([ForeignArray(z, is_read, freed) for z in (image, text)], **options)
+                ends.append(stream.record())
+                assert float(loss) == pytest.approx(float(want), rel=1e-6)
+    assert len(freed) >= 2 * 4 * 4 - 2  # all but those of the last call
+    assert all(freed)
 
 
 def test_kernels_by_themselves() -> None:

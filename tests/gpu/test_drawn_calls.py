@@ -12,17 +12,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_problems import EMULATED, gpu_only, smaller
+from gpu_problems import EMULATED, MISSING, gpu_only, host, smaller
 from infonce.kernels.gpu import config
 
+import infonce
 from infonce.checks.teacher import ALL_LOSSES
 
 pytest.importorskip("torch")
 import comparison
 import gpu_executors
-from executors import with_numpy
+from executors import arguments, with_numpy
 from oracle import Judgement, judge
 from problems import Problem, draw, in_pair
+
+if not MISSING:
+    import cupy
 
 pytestmark = gpu_only
 SEED = 5
@@ -125,3 +129,65 @@ def test_drawn_calls(
             for name in ("loss", *problem.kind.arguments):
                 one, other = (np.asarray(result.get(name, 0.0)) for result in (got, again))
                 assert one.tobytes() == other.tobytes(), name
+
+
+# --- calls that wait for the device ---------------------------------------------------------------
+
+
+def waits(problem: Problem) -> bool:
+    """Whether a tiled call waits for the device: docs/losses.md, "What options cost"."""
+    options = {*problem.options}
+    by_classes = problem.loss == "sup_con" or "positive_ids" in options
+    numbered = {"ids", "groups"} if "label_smoothing" in options else set()
+    if by_classes and problem.loss != "siglip":
+        numbered = {"ids", "groups", "own", "key_bias"}
+    return not (problem.has_tokens or numbered.isdisjoint(options))
+
+
+@cache
+def find_small_problems(loss: str) -> list[Problem]:
+    """Problems with a pair of options that those before them lack."""
+    first, step = list(ALL_LOSSES).index(loss), len(ALL_LOSSES)
+    seen: set[Any] = set()
+    found: list[Problem] = []
+    for number in range(first, smaller(CONSIDERED, 100) * step, step):
+        problem = draw(SEED, number, 24)
+        options = sorted(problem.options)
+        pairs = {(waits(problem), one, other) for one in options for other in options}
+        if gpu_executors.fits(problem) and pairs - seen:
+            seen |= pairs
+            found.append(problem)
+    return found
+
+
+def prepare(problem: Problem, method: str) -> tuple[Callable[..., Any], list[Any]]:
+    """The call of a problem on the GPU as a function of its features, and these."""
+    args, options = arguments(problem)
+    options |= {name: z for name, z in problem.settings.items() if name != "workspace"}
+    options |= {"method": method, "grad_out": problem.grad_out}
+    options = {name: gpu_executors.on_device(value) for name, value in options.items()}
+    args, count = list(map(gpu_executors.on_device, args)), len(problem.features)
+    function = getattr(infonce, f"{problem.loss}_loss_and_grad")
+    return lambda *features: function(*features, *args[count:], **options), args[:count]
+
+
+@pytest.mark.parametrize("loss", ALL_LOSSES)
+@pytest.mark.parametrize("method", ["naive", "tiled"])
+def test_calls_wait_for_the_device_only_where_documented(method: str, loss: str) -> None:
+    """A call that waits cannot be captured; nor can products of CuPy, which "naive" calls."""
+    for problem in find_small_problems(loss)[:: smaller(1, 2)]:
+        if problem.has_tokens and method == "naive":
+            continue
+        call, features = prepare(problem, method)
+        may_wait = method == "tiled" and waits(problem)
+        with np.errstate(all="ignore"):
+            if EMULATED:
+                cupy.cuda.stream.waits.clear()
+                call(*features)
+                assert bool(cupy.cuda.stream.waits) == may_wait, problem
+            if method == "naive" or may_wait:
+                continue
+            results = infonce.capture(call, *features)(), call(*features)
+            arrays = [(out.loss, *out.grads) for out in results]
+        for one, other in zip(*arrays, strict=True):
+            assert one is other or host(one).tobytes() == host(other).tobytes(), problem

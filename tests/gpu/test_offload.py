@@ -2,6 +2,7 @@
 is a part of the host."""
 
 import gc
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -222,6 +223,37 @@ def test_streamed_blocks_whose_positives_are_in_classes(cupy: Any, loss: str) ->
     assert_loss(float(got.loss), ref.loss, "float32", 150.0)
     for name in ("image", "text") if loss == "clip" else ("features",):
         assert_grad(getattr(got.grads, name), ref.grads[name], "float32", 150.0)
+
+
+@pytest.mark.gpu
+def test_nobody_writes_to_the_gradient_of_a_table_but_the_host(cupy: Any) -> None:
+    """Memory is touched late: after the host has written the gradient of a table."""
+    from infonce.kernels.offload import copies, own
+
+    query, key = pairs("random", 40, 40, 32, np.float32, 0)
+    rng, written = np.random.default_rng(1), threading.Event()
+    options = {
+        "own": rng.standard_normal((700, 32)).astype(np.float32),
+        "own_indices": rng.integers(0, 700, (40, 4)), "wrt": "own", "scale": 3.0,
+        "normalize": True, "workspace": 2**18, "offload": True,
+    }  # fmt: skip
+    want = infonce.info_nce_loss_and_grad(query, key, **options).grads.own
+
+    def write(*arguments: Any) -> None:
+        write_table_gradient(*arguments)
+        written.set()
+
+    def touch(array: Any) -> None:
+        before = array.copy()
+        written.wait(10)
+        array[...] = before
+
+    write_table_gradient = own.write_table_gradient
+    patched = mock.patch.object(own, "write_table_gradient", write)
+    with patched, mock.patch.object(copies, "_touch", touch):
+        got = infonce.info_nce_loss_and_grad(query, key, **options).grads.own
+    assert written.is_set()
+    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.gpu

@@ -16,8 +16,8 @@ MODULES = [
 ]  # fmt: skip
 # What its modules have for each other
 OWN = {
-    "cupy.apply", "cupy.on_device", "cupy.cuda.Graph.run", "cupy.cuda.Memory.spoil",
-    "cupy.cuda.Stream.finish", "cupy.cuda.Stream.require_no_capture", "cupy.cuda.Stream.submit",
+    "cupy.apply", "cupy.on_device", "cupy.run", "cupy.cuda.Graph.run", "cupy.cuda.Memory.spoil",
+    "cupy.cuda.Stream.finish", "cupy.cuda.Stream.note_wait", "cupy.cuda.Stream.submit",
     "cupy.cuda.driver.launch_at",
 }  # fmt: skip
 NAMES = """

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from . import cuda, testing
-from ._array import apply, ndarray, on_device
+from ._array import apply, ndarray, on_device, run
 from ._kernel import ElementwiseKernel, RawKernel, RawModule
 from .cuda.memory import default_pool
 
@@ -25,10 +25,10 @@ __all__ = [
 
 # Functions that compute what NumPy's do, and types and numbers that are NumPy's
 FUNCTIONS = (
-    "abs all any argmax argsort broadcast_to concatenate diag equal exp exp2 expand_dims "
-    "fill_diagonal flatnonzero frexp isfinite isnan isneginf ldexp log log1p log2 logaddexp "
-    "logaddexp2 matmul maximum minimum nextafter searchsorted sort sqrt stack sum take_along_axis "
-    "tile unique where"
+    "abs all any argmax argsort broadcast_to concatenate cumsum diag equal exp exp2 expand_dims "
+    "fill_diagonal frexp isfinite isnan isneginf ldexp log log1p log2 logaddexp "
+    "matmul maximum minimum nextafter searchsorted sort sqrt stack sum take_along_axis "
+    "tile where"
 )
 NAMES = (
     "bool_ dtype float16 float32 float64 inf int32 int64 nan newaxis pi result_type uint32 uint8 "
@@ -45,11 +45,40 @@ globals().update({name: _function(name) for name in FUNCTIONS.split()})
 globals().update({name: getattr(np, name) for name in NAMES.split()})
 
 
+def logaddexp2(x: Any, y: Any) -> Any:
+    """CuPy's formula, which rounds a small result to 0, as NumPy's does not."""
+
+    def compute(x: Any, y: Any) -> Any:
+        larger = np.fmax(x, y) + np.log2(1 + np.exp2(-np.abs(np.subtract(x, y))))
+        return np.where(np.equal(x, y), np.add(x, 1.0), larger)
+
+    return apply(compute, x, y)
+
+
+def _waiting_function(name: str) -> Any:
+    """A function whose result has a shape that the host learns from the device."""
+    function = getattr(np, name)
+
+    def waits(*args: Any, **options: Any) -> Any:
+        cuda.get_current_stream().note_wait(name)
+        return apply(function, *args, **options)
+
+    return waits
+
+
+unique, flatnonzero = map(_waiting_function, ("unique", "flatnonzero"))
+
+
 def bincount(x: Any, weights: Any = None, minlength: int = 0) -> Any:
     """NumPy's. CuPy adds weights by atomics: for numbers with a fraction, the order matters."""
     if weights is not None and weights.dtype.kind == "f":
         raise TypeError("bincount: CuPy adds these weights in another order in each call")
+    cuda.get_current_stream().note_wait("bincount")
     return apply(np.bincount, x, weights, minlength)
+
+
+def copyto(to: Any, values: Any, casting: str = "same_kind", where: Any = True) -> None:
+    run(lambda to, values, where: np.copyto(to, values, casting, where), to, values, where)
 
 
 linalg = SimpleNamespace(norm=lambda *args, **options: apply(np.linalg.norm, *args, **options))
@@ -90,7 +119,7 @@ def _like(make: Any) -> Any:
 
 
 def _of_host(function: Any) -> Any:
-    return lambda *args, **options: on_device(function(*args, **options))
+    return lambda *args, **options: on_device(function(*args, **options), copied=False)
 
 
 zeros, ones = map(_filled, (0, 1))
@@ -109,9 +138,20 @@ def array(values: Any, dtype: Any = None, copy: bool = True, order: str = "K") -
         if not copy and dtype == values.dtype and fits:
             return values
         return values.astype(dtype, order=order)
+    described = getattr(values, "__cuda_array_interface__", None)
+    if described is not None:
+        return _viewed_by_interface(values, described)
     if isinstance(values, list | tuple) and any(isinstance(z, ndarray) for z in values):
         return apply(lambda *z: np.array(z, dtype), *values)
     return on_device(np.array(values, dtype, order=order))
+
+
+def _viewed_by_interface(owner: Any, described: dict[str, Any]) -> ndarray:
+    """An array on the memory of another library's array."""
+    shape, dtype = described["shape"], np.dtype(described["typestr"])
+    size = int(np.prod(shape, dtype=object)) * dtype.itemsize
+    memory = cuda.UnownedMemory(described["data"][0], size, owner)
+    return ndarray(shape, dtype, cuda.MemoryPointer(memory, 0), described.get("strides"))
 
 
 def asarray(values: Any, dtype: Any = None, order: str = "K") -> ndarray:

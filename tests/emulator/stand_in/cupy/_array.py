@@ -63,7 +63,9 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
     def get(
         self, stream: Any = None, *, out: np.ndarray | None = None, blocking: bool = True
     ) -> np.ndarray:
-        (stream or streams.get_current_stream()).synchronize()
+        stream = stream or streams.get_current_stream()
+        stream.note_wait("get")
+        stream.finish()
         if out is None:
             return self._host.copy(order="K")
         np.copyto(out, self._host)
@@ -75,6 +77,10 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
     def set(self, values: np.ndarray, stream: Any = None) -> None:
         if not isinstance(values, np.ndarray):
             raise TypeError("Only numpy.ndarray can be set to cupy.ndarray")
+        memory.refuse_host_copy(streams.get_current_stream())
+        self._write(values)
+
+    def _write(self, values: np.ndarray) -> None:
         values = values.copy()
         streams.get_current_stream().submit(lambda: np.copyto(self._host, values))
 
@@ -103,7 +109,9 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __getitem__(self, index: Any) -> Any:
         if _has_arrays(index):
-            return apply(operator.getitem, self, _index(index))
+            index = _index(index)
+            _wait_for_mask(index)
+            return apply(operator.getitem, self, index)
         parts = index if isinstance(index, tuple) else (index,)
         view = self._host[index] if Ellipsis in parts else self._host[(*parts, ...)]
         return viewed(self, view)
@@ -111,12 +119,16 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
     def __setitem__(self, index: Any, value: Any) -> None:
         if isinstance(value, np.ndarray) and value.ndim:
             raise ValueError("Non-scalar numpy.ndarray cannot be used for fill")
-        run(lambda to, at, values: operator.setitem(to, at, values), self, _index(index), value)
+        index = _index(index)
+        _wait_for_mask(index)
+        run(_assign if _has_arrays(index) else operator.setitem, self, index, value)
 
     def __iter__(self) -> Any:
         return (self[i] for i in range(len(self)))
 
     def sort(self, axis: int = -1) -> None:
+        if not self.flags.c_contiguous:
+            raise NotImplementedError("Sorting non-contiguous array is not supported.")
         run(lambda z: z.sort(axis=axis), self)
 
     def fill(self, value: Any) -> None:
@@ -198,19 +210,40 @@ def _index(index: Any) -> Any:
     return parts if isinstance(index, tuple) else parts[0]
 
 
+def _wait_for_mask(index: Any) -> None:
+    """CuPy counts the elements of a mask on the host, for assignments too."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(part, ndarray) and part.dtype == bool and part.ndim for part in parts):
+        streams.get_current_stream().note_wait("mask")
+
+
+def _assign(to: np.ndarray, at: Any, values: Any) -> None:
+    """Assign to indices. Which of several values at one index stays is not decided: none does."""
+    to[at] = values
+    places = np.arange(to.size).reshape(to.shape)[at]
+    values = np.broadcast_to(np.asarray(values), places.shape).astype(to.dtype)
+    lost = (to[at] != values) & (values == values)
+    if to.dtype != bool and lost.any():
+        poison = np.full(to.itemsize, memory.POISON, np.uint8).view(to.dtype)[0]
+        to.flat[places[lost]] = poison
+
+
 def viewed(owner: ndarray, host: Any) -> Any:
     """An array on the same memory."""
     offset = host.__array_interface__["data"][0] - owner.data.ptr if host.size else 0
     return ndarray._of(host, owner.data + offset)
 
 
-def on_device(values: np.ndarray, order: str = "K") -> ndarray:
-    """A copy of an array of the host, in new memory."""
+def on_device(values: np.ndarray, order: str = "K", copied: bool = True) -> ndarray:
+    """An array of the host in new memory. `copied`: from the host, unless it is one number."""
     values = np.asarray(values)
     if order == "K":
         order = "F" if values.flags.f_contiguous and not values.flags.c_contiguous else "C"
     array = ndarray(values.shape, values.dtype, order=order)
-    array.set(values)
+    if copied and values.ndim:
+        array.set(values)
+    else:
+        array._write(values)
     return array
 
 
@@ -249,6 +282,9 @@ def apply(function: Callable[..., Any], *operands: Any, **options: Any) -> Any:
     values, options = host_values(operands), {k: host_values(v) for k, v in options.items()}
     stream = streams.get_current_stream()
     stream.finish()  # NumPy reads the operands now, so earlier work has to be done
+
+    if stream.is_capturing() and function in (np.matmul, np.dot):
+        raise NotImplementedError("calling cuBLAS API during stream capture is unsupported")
 
     def computed() -> Any:
         with np.errstate(all="ignore"):

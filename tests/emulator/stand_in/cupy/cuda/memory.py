@@ -100,13 +100,21 @@ class MemoryPointer:
         runtime.memcpyAsync(self.ptr, source.ptr, size, 0, _address(stream))
 
     def copy_from_host_async(self, source: int, size: int, stream: Any = None) -> None:
+        refuse_host_copy(stream or streams.get_current_stream())
         runtime.memcpyAsync(self.ptr, source, size, 0, _address(stream))
 
     def copy_to_host_async(self, target: int, size: int, stream: Any = None) -> None:
+        refuse_host_copy(stream or streams.get_current_stream())
         runtime.memcpyAsync(target, self.ptr, size, 0, _address(stream))
 
     def memset_async(self, value: int, size: int, stream: Any = None) -> None:
         runtime.memsetAsync(self.ptr, value, size, _address(stream))
+
+
+def refuse_host_copy(stream: Any) -> None:
+    """As CuPy: a graph would copy memory of the host that is gone when the graph runs."""
+    if stream.is_capturing():
+        raise RuntimeError("the current stream is capturing, so H2D transfers are disallowed")
 
 
 def _address(stream: Any) -> int:

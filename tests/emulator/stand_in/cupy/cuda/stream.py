@@ -25,6 +25,7 @@ _thread = threading.local()
 _streams: WeakValueDictionary[int, Stream] = WeakValueDictionary()
 events: WeakValueDictionary[int, Event] = WeakValueDictionary()
 chance = random.Random(0)  # emulation.py seeds it for each test
+waits: deque[str] = deque(maxlen=1000)  # what the host has waited for
 SOON = 0.2  # chance that a stream does a piece of work before anyone waits for it
 
 
@@ -81,14 +82,17 @@ class Stream:
         self.finish()
 
     def synchronize(self) -> None:
-        self.require_no_capture()
+        self.note_wait("synchronize")
         self.finish()
 
-    def require_no_capture(self) -> None:
+    def note_wait(self, what: str) -> None:
+        """The host waits for `what`: never for a stream that is being captured."""
         if self._written is not None:
             raise runtime.CUDARuntimeError(
-                runtime.CAPTURE_UNSUPPORTED, "the host waits for a stream that is being captured"
+                runtime.CAPTURE_UNSUPPORTED,
+                f"{what}: the host waits for a stream that is being captured",
             )
+        waits.append(what)
 
     @property
     def done(self) -> bool:
@@ -182,6 +186,7 @@ class Event:
         self._mark = _Mark(stream or get_current_stream())
 
     def synchronize(self) -> None:
+        waits.append("event")
         self._mark.reach()
 
 
@@ -218,5 +223,5 @@ def synchronize_all() -> None:
 
 
 def synchronize() -> None:
-    get_current_stream().require_no_capture()
+    get_current_stream().note_wait("synchronize")
     synchronize_all()
