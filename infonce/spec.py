@@ -22,14 +22,14 @@ Method = Literal["auto", "naive", "fused", "tiled"]
 Precision = Literal["auto", "fp64", "fp32", "tf32", "bf16x3", "bf16", "fp16"]
 
 
-class LossOptions(TypedDict, total=False):
-    """Keywords of the functions without gradients; `Loss.refused` names those that a loss lacks."""
-
+class _Scale(TypedDict, total=False):
     temperature: Any
     scale: Any
-    ids: Any
-    groups: Any
-    positive_ids: Any
+
+
+class LossOptions(_Scale, pairs.Keywords, total=False):
+    """Keywords of the functions without gradients; `Loss.refused` names those that a loss lacks."""
+
     query_mask: Any
     key_mask: Any
     token_mean: bool
@@ -46,10 +46,6 @@ class LossOptions(TypedDict, total=False):
     decoupled: bool
     label_smoothing: float
     hardness: float
-    key_bias: Any
-    false_negative_margin: float
-    guide: Any
-    guide_margin: float
     normalize: bool
     reduction: Reduction
     method: Method
@@ -82,9 +78,7 @@ OPTIONS: dict[str, Option] = {
         temperature below 1.1e-16, or 6e-8), rounding changes the logits of unit rows by 1. A 0-d
         array on a GPU is not read before the launch: outside of the range the loss is NaN.""",
     ),
-    "ids": pairs.IDS,
-    "groups": pairs.GROUPS,
-    "positive_ids": pairs.POSITIVE_IDS,
+    **pairs.OPTIONS,
     "query_mask": Option(None, "bool array [M, L], optional",
         """Which tokens of queries count, if features have three dimensions (`maxsim_scores`);
         others are not read. A query without tokens has scores of 0.""",
@@ -176,10 +170,6 @@ OPTIONS: dict[str, Option] = {
         cli_help="Negatives count exp(hardness * dot product) times.",
         compiled=True, range=(0.0, SCALES["fp64"][1], f"a number in [0, {SCALES['fp64'][1]!r}]"),
     ),
-    "key_bias": pairs.KEY_BIAS,
-    "false_negative_margin": pairs.FALSE_NEGATIVE_MARGIN,
-    "guide": pairs.GUIDE,
-    "guide_margin": pairs.GUIDE_MARGIN,
     "normalize": Option(False, "bool, default False",
         """Divide rows by their L2 norm first, and differentiate through the norm. The norm may be
         any finite number. A row of zeros stays zero and gets a zero gradient. If `normalize` is not

@@ -41,6 +41,10 @@ def clip_loss(
     ids: Any = None,
     groups: Any = None,
     positive_ids: Any = None,
+    key_bias: Tensor | None = None,
+    false_negative_margin: float = math.inf,
+    guide: Tensor | tuple[Tensor, Tensor] | None = None,
+    guide_margin: float = 0.0,
     query_mask: Any = None,
     key_mask: Any = None,
     token_mean: bool = False,
@@ -51,10 +55,6 @@ def clip_loss(
     decoupled: bool = False,
     label_smoothing: float = 0.0,
     hardness: float = 0.0,
-    key_bias: Tensor | None = None,
-    false_negative_margin: float = math.inf,
-    guide: Tensor | tuple[Tensor, Tensor] | None = None,
-    guide_margin: float = 0.0,
     normalize: bool = False,
     reduction: Reduction = "mean",
     method: Method = "auto",
@@ -79,6 +79,10 @@ def lit_loss(
     ids: Any = None,
     groups: Any = None,
     positive_ids: Any = None,
+    key_bias: Tensor | None = None,
+    false_negative_margin: float = math.inf,
+    guide: Tensor | tuple[Tensor, Tensor] | None = None,
+    guide_margin: float = 0.0,
     query_mask: Any = None,
     key_mask: Any = None,
     token_mean: bool = False,
@@ -89,10 +93,6 @@ def lit_loss(
     decoupled: bool = False,
     label_smoothing: float = 0.0,
     hardness: float = 0.0,
-    key_bias: Tensor | None = None,
-    false_negative_margin: float = math.inf,
-    guide: Tensor | tuple[Tensor, Tensor] | None = None,
-    guide_margin: float = 0.0,
     normalize: bool = False,
     reduction: Reduction = "mean",
     method: Method = "auto",
@@ -148,6 +148,10 @@ def info_nce_loss(
     ids: Any = None,
     groups: Any = None,
     positive_ids: Any = None,
+    key_bias: Tensor | None = None,
+    false_negative_margin: float = math.inf,
+    guide: Tensor | tuple[Tensor, Tensor] | None = None,
+    guide_margin: float = 0.0,
     query_mask: Any = None,
     key_mask: Any = None,
     token_mean: bool = False,
@@ -164,10 +168,6 @@ def info_nce_loss(
     decoupled: bool = False,
     label_smoothing: float = 0.0,
     hardness: float = 0.0,
-    key_bias: Tensor | None = None,
-    false_negative_margin: float = math.inf,
-    guide: Tensor | tuple[Tensor, Tensor] | None = None,
-    guide_margin: float = 0.0,
     normalize: bool = False,
     reduction: Reduction = "mean",
     method: Method = "auto",
@@ -190,6 +190,10 @@ def nt_xent_loss(
     scale: float | Tensor | None = None,
     ids: Any = None,
     groups: Any = None,
+    key_bias: Tensor | None = None,
+    false_negative_margin: float = math.inf,
+    guide: Tensor | tuple[Tensor, Tensor] | None = None,
+    guide_margin: float = 0.0,
     dims: Any = None,
     dim_weights: Any = None,
     weights: Tensor | None = None,
@@ -197,10 +201,6 @@ def nt_xent_loss(
     decoupled: bool = False,
     label_smoothing: float = 0.0,
     hardness: float = 0.0,
-    key_bias: Tensor | None = None,
-    false_negative_margin: float = math.inf,
-    guide: Tensor | tuple[Tensor, Tensor] | None = None,
-    guide_margin: float = 0.0,
     normalize: bool = False,
     reduction: Reduction = "mean",
     method: Method = "auto",
@@ -223,10 +223,10 @@ def sup_con_loss(
     *,
     temperature: float | Tensor | None = None,
     scale: float | Tensor | None = None,
+    key_bias: Tensor | None = None,
     weights: Tensor | None = None,
     decoupled: bool = False,
     label_smoothing: float = 0.0,
-    key_bias: Tensor | None = None,
     normalize: bool = False,
     reduction: Reduction = "mean",
     method: Method = "auto",
@@ -249,14 +249,14 @@ def gte_loss(
     scale: float | Tensor | None = None,
     ids: Any = None,
     groups: Any = None,
+    false_negative_margin: float = math.inf,
+    guide: Tensor | tuple[Tensor, Tensor] | None = None,
+    guide_margin: float = 0.0,
     weights: Tensor | None = None,
     margin: float = 0.0,
     decoupled: bool = False,
     label_smoothing: float = 0.0,
     hardness: float = 0.0,
-    false_negative_margin: float = math.inf,
-    guide: Tensor | tuple[Tensor, Tensor] | None = None,
-    guide_margin: float = 0.0,
     normalize: bool = False,
     reduction: Reduction = "mean",
     method: Method = "auto",
@@ -282,6 +282,10 @@ class CLIPLoss(Module):
     ids: Any
     groups: Any
     positive_ids: Any
+    key_bias: Tensor | None
+    false_negative_margin: float
+    guide: Tensor | tuple[Tensor, Tensor] | None
+    guide_margin: float
     query_mask: Any
     key_mask: Any
     token_mean: bool
@@ -292,10 +296,6 @@ class CLIPLoss(Module):
     decoupled: bool
     label_smoothing: float
     hardness: float
-    key_bias: Tensor | None
-    false_negative_margin: float
-    guide: Tensor | tuple[Tensor, Tensor] | None
-    guide_margin: float
     normalize: bool
     reduction: Reduction
     method: Method
@@ -321,6 +321,10 @@ class CLIPLoss(Module):
         ids: Any = None,
         groups: Any = None,
         positive_ids: Any = None,
+        key_bias: Tensor | None = None,
+        false_negative_margin: float = math.inf,
+        guide: Tensor | tuple[Tensor, Tensor] | None = None,
+        guide_margin: float = 0.0,
         query_mask: Any = None,
         key_mask: Any = None,
         token_mean: bool = False,
@@ -331,10 +335,6 @@ class CLIPLoss(Module):
         decoupled: bool = False,
         label_smoothing: float = 0.0,
         hardness: float = 0.0,
-        key_bias: Tensor | None = None,
-        false_negative_margin: float = math.inf,
-        guide: Tensor | tuple[Tensor, Tensor] | None = None,
-        guide_margin: float = 0.0,
         normalize: bool = False,
         reduction: Reduction = "mean",
         method: Method = "auto",
@@ -360,6 +360,10 @@ class CLIPLoss(Module):
         ids: Any = ...,
         groups: Any = ...,
         positive_ids: Any = ...,
+        key_bias: Tensor | None = ...,
+        false_negative_margin: float = ...,
+        guide: Tensor | tuple[Tensor, Tensor] | None = ...,
+        guide_margin: float = ...,
         query_mask: Any = ...,
         key_mask: Any = ...,
         token_mean: bool = ...,
@@ -370,10 +374,6 @@ class CLIPLoss(Module):
         decoupled: bool = ...,
         label_smoothing: float = ...,
         hardness: float = ...,
-        key_bias: Tensor | None = ...,
-        false_negative_margin: float = ...,
-        guide: Tensor | tuple[Tensor, Tensor] | None = ...,
-        guide_margin: float = ...,
         normalize: bool = ...,
         reduction: Reduction = ...,
         method: Method = ...,
@@ -401,6 +401,10 @@ class LiTLoss(Module):
     ids: Any
     groups: Any
     positive_ids: Any
+    key_bias: Tensor | None
+    false_negative_margin: float
+    guide: Tensor | tuple[Tensor, Tensor] | None
+    guide_margin: float
     query_mask: Any
     key_mask: Any
     token_mean: bool
@@ -411,10 +415,6 @@ class LiTLoss(Module):
     decoupled: bool
     label_smoothing: float
     hardness: float
-    key_bias: Tensor | None
-    false_negative_margin: float
-    guide: Tensor | tuple[Tensor, Tensor] | None
-    guide_margin: float
     normalize: bool
     reduction: Reduction
     method: Method
@@ -440,6 +440,10 @@ class LiTLoss(Module):
         ids: Any = None,
         groups: Any = None,
         positive_ids: Any = None,
+        key_bias: Tensor | None = None,
+        false_negative_margin: float = math.inf,
+        guide: Tensor | tuple[Tensor, Tensor] | None = None,
+        guide_margin: float = 0.0,
         query_mask: Any = None,
         key_mask: Any = None,
         token_mean: bool = False,
@@ -450,10 +454,6 @@ class LiTLoss(Module):
         decoupled: bool = False,
         label_smoothing: float = 0.0,
         hardness: float = 0.0,
-        key_bias: Tensor | None = None,
-        false_negative_margin: float = math.inf,
-        guide: Tensor | tuple[Tensor, Tensor] | None = None,
-        guide_margin: float = 0.0,
         normalize: bool = False,
         reduction: Reduction = "mean",
         method: Method = "auto",
@@ -479,6 +479,10 @@ class LiTLoss(Module):
         ids: Any = ...,
         groups: Any = ...,
         positive_ids: Any = ...,
+        key_bias: Tensor | None = ...,
+        false_negative_margin: float = ...,
+        guide: Tensor | tuple[Tensor, Tensor] | None = ...,
+        guide_margin: float = ...,
         query_mask: Any = ...,
         key_mask: Any = ...,
         token_mean: bool = ...,
@@ -489,10 +493,6 @@ class LiTLoss(Module):
         decoupled: bool = ...,
         label_smoothing: float = ...,
         hardness: float = ...,
-        key_bias: Tensor | None = ...,
-        false_negative_margin: float = ...,
-        guide: Tensor | tuple[Tensor, Tensor] | None = ...,
-        guide_margin: float = ...,
         normalize: bool = ...,
         reduction: Reduction = ...,
         method: Method = ...,
@@ -615,6 +615,10 @@ class InfoNCELoss(Module):
     ids: Any
     groups: Any
     positive_ids: Any
+    key_bias: Tensor | None
+    false_negative_margin: float
+    guide: Tensor | tuple[Tensor, Tensor] | None
+    guide_margin: float
     query_mask: Any
     key_mask: Any
     token_mean: bool
@@ -631,10 +635,6 @@ class InfoNCELoss(Module):
     decoupled: bool
     label_smoothing: float
     hardness: float
-    key_bias: Tensor | None
-    false_negative_margin: float
-    guide: Tensor | tuple[Tensor, Tensor] | None
-    guide_margin: float
     normalize: bool
     reduction: Reduction
     method: Method
@@ -660,6 +660,10 @@ class InfoNCELoss(Module):
         ids: Any = None,
         groups: Any = None,
         positive_ids: Any = None,
+        key_bias: Tensor | None = None,
+        false_negative_margin: float = math.inf,
+        guide: Tensor | tuple[Tensor, Tensor] | None = None,
+        guide_margin: float = 0.0,
         query_mask: Any = None,
         key_mask: Any = None,
         token_mean: bool = False,
@@ -676,10 +680,6 @@ class InfoNCELoss(Module):
         decoupled: bool = False,
         label_smoothing: float = 0.0,
         hardness: float = 0.0,
-        key_bias: Tensor | None = None,
-        false_negative_margin: float = math.inf,
-        guide: Tensor | tuple[Tensor, Tensor] | None = None,
-        guide_margin: float = 0.0,
         normalize: bool = False,
         reduction: Reduction = "mean",
         method: Method = "auto",
@@ -706,6 +706,10 @@ class InfoNCELoss(Module):
         ids: Any = ...,
         groups: Any = ...,
         positive_ids: Any = ...,
+        key_bias: Tensor | None = ...,
+        false_negative_margin: float = ...,
+        guide: Tensor | tuple[Tensor, Tensor] | None = ...,
+        guide_margin: float = ...,
         query_mask: Any = ...,
         key_mask: Any = ...,
         token_mean: bool = ...,
@@ -722,10 +726,6 @@ class InfoNCELoss(Module):
         decoupled: bool = ...,
         label_smoothing: float = ...,
         hardness: float = ...,
-        key_bias: Tensor | None = ...,
-        false_negative_margin: float = ...,
-        guide: Tensor | tuple[Tensor, Tensor] | None = ...,
-        guide_margin: float = ...,
         normalize: bool = ...,
         reduction: Reduction = ...,
         method: Method = ...,
@@ -752,6 +752,10 @@ class NTXentLoss(Module):
     scale: float | Tensor | None
     ids: Any
     groups: Any
+    key_bias: Tensor | None
+    false_negative_margin: float
+    guide: Tensor | tuple[Tensor, Tensor] | None
+    guide_margin: float
     dims: Any
     dim_weights: Any
     weights: Tensor | None
@@ -759,10 +763,6 @@ class NTXentLoss(Module):
     decoupled: bool
     label_smoothing: float
     hardness: float
-    key_bias: Tensor | None
-    false_negative_margin: float
-    guide: Tensor | tuple[Tensor, Tensor] | None
-    guide_margin: float
     normalize: bool
     reduction: Reduction
     method: Method
@@ -788,6 +788,10 @@ class NTXentLoss(Module):
         scale: float | Tensor | None = None,
         ids: Any = None,
         groups: Any = None,
+        key_bias: Tensor | None = None,
+        false_negative_margin: float = math.inf,
+        guide: Tensor | tuple[Tensor, Tensor] | None = None,
+        guide_margin: float = 0.0,
         dims: Any = None,
         dim_weights: Any = None,
         weights: Tensor | None = None,
@@ -795,10 +799,6 @@ class NTXentLoss(Module):
         decoupled: bool = False,
         label_smoothing: float = 0.0,
         hardness: float = 0.0,
-        key_bias: Tensor | None = None,
-        false_negative_margin: float = math.inf,
-        guide: Tensor | tuple[Tensor, Tensor] | None = None,
-        guide_margin: float = 0.0,
         normalize: bool = False,
         reduction: Reduction = "mean",
         method: Method = "auto",
@@ -823,6 +823,10 @@ class NTXentLoss(Module):
         scale: float | Tensor | None = ...,
         ids: Any = ...,
         groups: Any = ...,
+        key_bias: Tensor | None = ...,
+        false_negative_margin: float = ...,
+        guide: Tensor | tuple[Tensor, Tensor] | None = ...,
+        guide_margin: float = ...,
         dims: Any = ...,
         dim_weights: Any = ...,
         weights: Tensor | None = ...,
@@ -830,10 +834,6 @@ class NTXentLoss(Module):
         decoupled: bool = ...,
         label_smoothing: float = ...,
         hardness: float = ...,
-        key_bias: Tensor | None = ...,
-        false_negative_margin: float = ...,
-        guide: Tensor | tuple[Tensor, Tensor] | None = ...,
-        guide_margin: float = ...,
         normalize: bool = ...,
         reduction: Reduction = ...,
         method: Method = ...,
@@ -859,10 +859,10 @@ class SupConLoss(Module):
     min_scale: float
     temperature: float | Tensor | None
     scale: float | Tensor | None
+    key_bias: Tensor | None
     weights: Tensor | None
     decoupled: bool
     label_smoothing: float
-    key_bias: Tensor | None
     normalize: bool
     reduction: Reduction
     method: Method
@@ -884,10 +884,10 @@ class SupConLoss(Module):
         min_scale: float = 0.0,
         temperature: float | Tensor | None = None,
         scale: float | Tensor | None = None,
+        key_bias: Tensor | None = None,
         weights: Tensor | None = None,
         decoupled: bool = False,
         label_smoothing: float = 0.0,
-        key_bias: Tensor | None = None,
         normalize: bool = False,
         reduction: Reduction = "mean",
         method: Method = "auto",
@@ -909,10 +909,10 @@ class SupConLoss(Module):
         *,
         temperature: float | Tensor | None = ...,
         scale: float | Tensor | None = ...,
+        key_bias: Tensor | None = ...,
         weights: Tensor | None = ...,
         decoupled: bool = ...,
         label_smoothing: float = ...,
-        key_bias: Tensor | None = ...,
         normalize: bool = ...,
         reduction: Reduction = ...,
         method: Method = ...,
@@ -938,14 +938,14 @@ class GTELoss(Module):
     scale: float | Tensor | None
     ids: Any
     groups: Any
+    false_negative_margin: float
+    guide: Tensor | tuple[Tensor, Tensor] | None
+    guide_margin: float
     weights: Tensor | None
     margin: float
     decoupled: bool
     label_smoothing: float
     hardness: float
-    false_negative_margin: float
-    guide: Tensor | tuple[Tensor, Tensor] | None
-    guide_margin: float
     normalize: bool
     reduction: Reduction
     method: Method
@@ -969,14 +969,14 @@ class GTELoss(Module):
         scale: float | Tensor | None = None,
         ids: Any = None,
         groups: Any = None,
+        false_negative_margin: float = math.inf,
+        guide: Tensor | tuple[Tensor, Tensor] | None = None,
+        guide_margin: float = 0.0,
         weights: Tensor | None = None,
         margin: float = 0.0,
         decoupled: bool = False,
         label_smoothing: float = 0.0,
         hardness: float = 0.0,
-        false_negative_margin: float = math.inf,
-        guide: Tensor | tuple[Tensor, Tensor] | None = None,
-        guide_margin: float = 0.0,
         normalize: bool = False,
         reduction: Reduction = "mean",
         method: Method = "auto",
@@ -1000,14 +1000,14 @@ class GTELoss(Module):
         scale: float | Tensor | None = ...,
         ids: Any = ...,
         groups: Any = ...,
+        false_negative_margin: float = ...,
+        guide: Tensor | tuple[Tensor, Tensor] | None = ...,
+        guide_margin: float = ...,
         weights: Tensor | None = ...,
         margin: float = ...,
         decoupled: bool = ...,
         label_smoothing: float = ...,
         hardness: float = ...,
-        false_negative_margin: float = ...,
-        guide: Tensor | tuple[Tensor, Tensor] | None = ...,
-        guide_margin: float = ...,
         normalize: bool = ...,
         reduction: Reduction = ...,
         method: Method = ...,
