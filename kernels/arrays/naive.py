@@ -11,6 +11,7 @@ that a row lacks: code that sets positives aside needs no branch. x are logits i
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,7 @@ from ..direction_losses import DirectionLosses
 from ..epilogues import Statistics, Sums
 from ..linear import Segments, SegmentSums, segment_sums_from_products
 from ..norms import normalization_backward, normalized_rows
-from ..options import Masks, PairBlock, PositivePairs, find_limits, find_masks
-from ..options.guide import guide_problem
+from ..options import Masks, PairBlock, PositivePairs, find_masks, with_found_vectors
 from ..problem import LOG2_E, Array, Gradients, Problem, materialize_vectors
 from ..solve import Solution, Vectors, find_nan
 
@@ -57,21 +57,21 @@ def solve_whole_matrix(problem: Problem, gradients: Gradients | None, vectors: V
     present = problem.positives >= 0
     index = xp.arange(m)[:, None] * n + problem.positives.reshape(m, -1)
     index = xp.where(present, index.reshape(present.shape), m * n)  # of the positives in x
-    block = PairBlock(problem, slice(m), slice(n), x.all)
-    if problem.pair_options.compare_features:
-        problem.query_limits, problem.key_limits = _find_limits(xp, problem, x, index)
+    products = None
     if problem.guided:
         products = PairMatrix(xp, m, n, dtype)
-        block.guide_dots = xp.matmul(guide_query, guide_key.T, out=products.all)
+        xp.matmul(guide_query, guide_key.T, out=products.all)
         products.flat[~xp.isfinite(products.flat)] = np.nan
-        problem.guide_query_limits, problem.guide_key_limits = _find_limits(
-            xp, guide_problem(problem), products, index
-        )
+    if problem.compares_with_limits:
+        dots = _PositiveDots(xp, index, x, products)
+        problem = with_found_vectors(problem, dots, vectors)
+    guide_dots = None if products is None else products.all
+    block = PairBlock(problem, slice(m), slice(n), x.all, guide_dots)
     pairs = PositivePairs.find(xp, problem, slice(m), slice(n), dtype)
     excluded, left_out = find_masks(block, pairs)
     if problem.guided:
-        x.all[xp.isnan(block.guide_dots)] = np.nan
-        del products, block
+        x.all[xp.isnan(guide_dots)] = np.nan
+        del products, guide_dots, block, dots
     scale = xp.asarray(problem.scale, dtype)
     x.flat *= scale
     positive = x.flat[index]
@@ -116,15 +116,6 @@ def solve_whole_matrix(problem: Problem, gradients: Gradients | None, vectors: V
     return solution
 
 
-def _find_limits(
-    xp: Any, problem: Problem, dots: PairMatrix, index: Array
-) -> tuple[Array, Array | None]:
-    """The limits of rows and of columns, from the dot products at the positives."""
-    at_positives = xp.where((problem.positives >= 0), dots.flat[index], np.nan)
-    limits = find_limits(xp, problem, at_positives)
-    return limits, limits if problem.two_sided else None
-
-
 class PairMatrix:
     """An M x N matrix `all`, in a vector `flat` with one element more, for missing positives."""
 
@@ -136,6 +127,22 @@ class PairMatrix:
         """A matrix of zeros of the same shape and dtype."""
         m, n = self.all.shape
         return PairMatrix(xp, m, n, self.flat.dtype)
+
+
+@dataclass
+class _PositiveDots:
+    """The dot products at positives, for limits: of the features, and of the guide's."""
+
+    xp: Any
+    index: Array
+    dots: PairMatrix
+    guide_dots: PairMatrix | None
+
+    def positive_dots(self, problem: Problem) -> Array:
+        # `guide_problem` has no guide
+        dots = self.dots if problem.guided or self.guide_dots is None else self.guide_dots
+        at_positives = dots.flat[self.index].astype(np.float64)
+        return self.xp.where(problem.positives >= 0, at_positives, np.nan)
 
 
 class _Dense:
