@@ -266,7 +266,7 @@ class Call:
     @property
     def limits_given(self) -> bool:
         """Whether vectors with which dot products are compared are known before the call."""
-        compared = [o.vectors[0].query for o in self.pairs if o.compares == "features"]
+        compared = [option.vectors[0].query for option in self.pairs.by_products]
         return any(name in self.row_vectors for name in compared)
 
     def pair_defines(self, columns: int) -> dict[str, int]:

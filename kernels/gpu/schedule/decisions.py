@@ -148,7 +148,7 @@ def choose_precision(call: Call, device: DeviceProperties) -> str:
     # Products are compared with limits. Both passes must leave out the same pairs, so a product has
     # to have the same bits in both, also if one computes x_ji in place of x_ij. A block over ranks
     # (`limits_given`) does not tell whether queries are the keys of the whole call
-    if call.pairs.compare_features and (call.symmetric or call.limits_given):
+    if call.pairs.by_products and (call.symmetric or call.limits_given):
         # With two parts, products of a small part of one side and a large part of the other side
         # are added in a fixed order of the sides, so the sums x_ij and x_ji have different orders
         bits_vary = operand_precision in config.OPERAND_PARTS

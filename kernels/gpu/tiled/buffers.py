@@ -78,8 +78,9 @@ class PairVectors:
         for pair in problem.pair_options.vectors:
             query, key = pair.find(problem)
             if pair.unit and not query is key is None:
-                self.rows[pair.row or pair.query] = buffers.convert(query, pair.unit)
-                self.columns[pair.column or pair.key] = buffers.convert(key, pair.unit)
+                row, column = pair.fields
+                self.rows[row] = buffers.convert(query, pair.unit)
+                self.columns[column] = buffers.convert(key, pair.unit)
 
     def fields(self, rows: slice, columns: slice) -> Fields:
         """Fields that these options add to struct Block, for a block of the logit matrix."""
