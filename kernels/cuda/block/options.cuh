@@ -1,7 +1,7 @@
 // Options of a loss that change single pairs: they leave a pair out of a softmax, or change its exponent. Each option
 // is a struct here, derived from `Option`. The portable kernels (tiled/tile.cuh) and the sweeps (sm90/sweep/logits.cuh)
-// use the same structs, and own.cu those that compare products. `Options`, at the end, is all of them together. Options that change only the loss of a row from
-// its sums are in RowOptions (vectors/sums.cuh).
+// use the same structs, and own.cu those that compare products. `Options`, at the end, is all of them together. Options
+// that change only the loss of a row from its sums are in RowOptions (vectors/sums.cuh).
 //
 // A new option is one more struct, its -D option below, its name in `Options`, and its vectors in PairVectors. The host
 // sets the -D options of a call in `scheduled_kernel` (kernels/gpu/schedule/passes.py): IDS and NORM_FACTORS there, and
