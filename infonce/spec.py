@@ -262,7 +262,7 @@ COMPILED_OPTIONS = tuple(name for name, option in OPTIONS.items() if option.comp
 INTEGER_OPTIONS = tuple(option.name for option in PAIR_OPTIONS if option.type == pairs.INTEGERS)
 # Options that are floats of rows [M], keys [N], own negatives [M, K] or labels [M, P], without
 # gradient
-VECTOR_OPTIONS = ("weights", "key_bias", "own_bias", "label_weights")
+VECTOR_OPTIONS = tuple(name for name, o in OPTIONS.items() if o.type.startswith("float array ["))
 # Options that are arrays without gradient, except integers of samples and the features of a guide
 ARRAY_OPTIONS = (*VECTOR_OPTIONS, "query_mask", "key_mask", "own_mask", "own_indices")
 # Dtype of a feature gradient -> wider dtype, in which PyTorch and JAX keep it until the upstream

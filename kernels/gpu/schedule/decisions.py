@@ -427,8 +427,8 @@ def may_cache_exponentials(call: Call, operands: Operands, sweep: Sweep | None) 
     - There is a sweep, its precision has a cache, and rows are long enough (`MIN_CACHED_K_SLICES`).
     - The loss is `ROWS` or `BOTH`. `VIEWS` has a triangle, and `PAIRS` no log-sum-exp pass.
     - There is no teacher, and there are no retrieval ranks, whose pass would run between these two.
-    - Pairs have no options (groups, positive ids, limits, a guide, biases), which the kernel of
-      cached exponentials does not take. Ids are no such option.
+    - Pairs have no options, which the kernel of cached exponentials does not take. Ids are no such
+      option.
     - The call wants dK, or not `may_compute_in_one_pass`: one pass for dQ alone needs no cache.
     """
     dq_only = call.loss is LossForm.ROWS and call.key_gradient is None
