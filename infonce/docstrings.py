@@ -13,18 +13,10 @@ import textwrap
 from collections.abc import Callable
 from typing import Any, TypeVar, get_type_hints
 
+from . import spec
 from .checks.keywords import Keywords, require_positional, signature
 from .checks.teacher import ALL_LOSSES
-from .spec import (
-    COMPILED_OPTIONS,
-    INTEGER_OPTIONS,
-    LOSSES,
-    OPTIONS,
-    VECTOR_OPTIONS,
-    GradOptions,
-    Loss,
-    LossOptions,
-)
+from .spec import LOSSES, OPTIONS, GradOptions, Loss, LossOptions
 
 # the section "Raises"
 ERRORS = """
@@ -120,9 +112,9 @@ def adapted(
     def add(function: _F) -> _F:
         usage = inspect.cleandoc(call).format(
             loss=like.__name__, arguments=", ".join(loss.arguments),
-            options=", ".join(COMPILED_OPTIONS), name=function.__name__,
-            call_arguments=call_arguments, integers=", ".join(INTEGER_OPTIONS),
-            vectors=", ".join(VECTOR_OPTIONS),
+            options=", ".join(spec.COMPILED_OPTIONS), name=function.__name__,
+            call_arguments=call_arguments, integers=", ".join(spec.INTEGER_OPTIONS),
+            vectors=", ".join(spec.VECTOR_OPTIONS),
         )  # fmt: skip
         example, _, usage = usage.partition("\n\n")
         parts = first, example, equation, usage, f"References\n----------\n{source}\n"

@@ -11,7 +11,7 @@ that a row lacks: code that sets positives aside needs no branch. x are logits i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -62,16 +62,22 @@ def solve_whole_matrix(problem: Problem, gradients: Gradients | None, vectors: V
         products = PairMatrix(xp, m, n, dtype)
         xp.matmul(guide_query, guide_key.T, out=products.all)
         products.flat[~xp.isfinite(products.flat)] = np.nan
+
+    def positive_dots(of: Problem) -> Array:
+        """The dot products at positives: of the features, or of the guide's (`guide_problem`)."""
+        dots = x if products is None or of.guided else products
+        return xp.where(present, dots.flat[index].astype(np.float64), np.nan)
+
     if problem.compares_with_limits:
-        dots = _PositiveDots(xp, index, x, products)
-        problem = with_found_vectors(problem, dots, vectors)
+        backend = SimpleNamespace(positive_dots=positive_dots)
+        problem = with_found_vectors(problem, backend, vectors)
     guide_dots = None if products is None else products.all
     block = PairBlock(problem, slice(m), slice(n), x.all, guide_dots)
     pairs = PositivePairs.find(xp, problem, slice(m), slice(n), dtype)
     excluded, left_out = find_masks(block, pairs)
     if problem.guided:
         x.all[xp.isnan(guide_dots)] = np.nan
-        del products, guide_dots, block, dots
+        del products, guide_dots, block
     scale = xp.asarray(problem.scale, dtype)
     x.flat *= scale
     positive = x.flat[index]
@@ -127,22 +133,6 @@ class PairMatrix:
         """A matrix of zeros of the same shape and dtype."""
         m, n = self.all.shape
         return PairMatrix(xp, m, n, self.flat.dtype)
-
-
-@dataclass
-class _PositiveDots:
-    """The dot products at positives, for limits: of the features, and of the guide's."""
-
-    xp: Any
-    index: Array
-    dots: PairMatrix
-    guide_dots: PairMatrix | None
-
-    def positive_dots(self, problem: Problem) -> Array:
-        # `guide_problem` has no guide
-        dots = self.dots if problem.guided or self.guide_dots is None else self.guide_dots
-        at_positives = dots.flat[self.index].astype(np.float64)
-        return self.xp.where(problem.positives >= 0, at_positives, np.nan)
 
 
 class _Dense:
