@@ -61,8 +61,7 @@ def solve(
         problem.upstream = problem.upstream * gradient_factor
 
     # On GPUs: one plan for the whole call, if the call has one. A plan reads no `weights`, because
-    # `upstream` contains them. A loss that does not follow from sums needs `weights`, and has no
-    # plan: with linear terms, joint softmax, positive ids, `groups`, `own`, `key_bias` or limits
+    # `upstream` contains them. A loss that does not follow from sums has no plan, and needs them
     unweighted = problem
     if request.on_gpu:
         unweighted = problem.without_weights() if problem.loss_follows_from_sums else problem

@@ -13,9 +13,10 @@ import textwrap
 from collections.abc import Callable
 from typing import Any, TypeVar, get_type_hints
 
+from . import spec
 from .checks.keywords import Keywords, require_positional, signature
 from .checks.teacher import ALL_LOSSES
-from .spec import COMPILED_OPTIONS, LOSSES, OPTIONS, GradOptions, Loss, LossOptions
+from .spec import LOSSES, OPTIONS, GradOptions, Loss, LossOptions
 
 # the section "Raises"
 ERRORS = """
@@ -98,8 +99,9 @@ def adapted(
     `call` is an example, an empty line, and a description of the adapter's call. Placeholders in it
     are replaced: ``{loss}`` by the name of `like`, ``{arguments}`` by its feature arguments,
     ``{call_arguments}`` by these and the labels that it requires, ``{name}`` by the name of the
-    adapter's function, ``{options}`` by the options of compiled programs. The signature gets the
-    keywords that `list_keywords` returns for the loss; None leaves it unchanged.
+    adapter's function, ``{options}`` by the options of compiled programs, ``{integers}`` and
+    ``{vectors}`` by those that are integers of samples, or floats. The signature gets the keywords
+    that `list_keywords` returns for the loss; None leaves it unchanged.
     """
     text, _, rest = inspect.cleandoc(like.__doc__ or "").partition("\n\nParameters\n")
     first, _, equation = text.split("\n\n", 2)  # the part between is the example of `like`
@@ -110,8 +112,9 @@ def adapted(
     def add(function: _F) -> _F:
         usage = inspect.cleandoc(call).format(
             loss=like.__name__, arguments=", ".join(loss.arguments),
-            options=", ".join(COMPILED_OPTIONS), name=function.__name__,
-            call_arguments=call_arguments,
+            options=", ".join(spec.COMPILED_OPTIONS), name=function.__name__,
+            call_arguments=call_arguments, integers=", ".join(spec.INTEGER_OPTIONS),
+            vectors=", ".join(spec.VECTOR_OPTIONS),
         )  # fmt: skip
         example, _, usage = usage.partition("\n\n")
         parts = first, example, equation, usage, f"References\n----------\n{source}\n"

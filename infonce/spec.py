@@ -22,14 +22,12 @@ Method = Literal["auto", "naive", "fused", "tiled"]
 Precision = Literal["auto", "fp64", "fp32", "tf32", "bf16x3", "bf16", "fp16"]
 
 
-class LossOptions(TypedDict, total=False):
-    """Keywords of the functions without gradients; `Loss.refused` names those that a loss lacks."""
-
+class _Scale(TypedDict, total=False):
     temperature: Any
     scale: Any
-    ids: Any
-    groups: Any
-    positive_ids: Any
+
+
+class _Softmax(_Scale, pairs.SampleKeywords, total=False):
     query_mask: Any
     key_mask: Any
     token_mean: bool
@@ -46,10 +44,11 @@ class LossOptions(TypedDict, total=False):
     decoupled: bool
     label_smoothing: float
     hardness: float
-    key_bias: Any
-    false_negative_margin: float
-    guide: Any
-    guide_margin: float
+
+
+class LossOptions(_Softmax, pairs.Keywords, total=False):
+    """Keywords of the functions without gradients; `Loss.refused` names those that a loss lacks."""
+
     normalize: bool
     reduction: Reduction
     method: Method
@@ -82,9 +81,7 @@ OPTIONS: dict[str, Option] = {
         temperature below 1.1e-16, or 6e-8), rounding changes the logits of unit rows by 1. A 0-d
         array on a GPU is not read before the launch: outside of the range the loss is NaN.""",
     ),
-    "ids": pairs.IDS,
-    "groups": pairs.GROUPS,
-    "positive_ids": pairs.POSITIVE_IDS,
+    **{name: pairs.OPTIONS[name] for name in pairs.SampleKeywords.__annotations__},
     "query_mask": Option(None, "bool array [M, L], optional",
         """Which tokens of queries count, if features have three dimensions (`maxsim_scores`);
         others are not read. A query without tokens has scores of 0.""",
@@ -176,10 +173,7 @@ OPTIONS: dict[str, Option] = {
         cli_help="Negatives count exp(hardness * dot product) times.",
         compiled=True, range=(0.0, SCALES["fp64"][1], f"a number in [0, {SCALES['fp64'][1]!r}]"),
     ),
-    "key_bias": pairs.KEY_BIAS,
-    "false_negative_margin": pairs.FALSE_NEGATIVE_MARGIN,
-    "guide": pairs.GUIDE,
-    "guide_margin": pairs.GUIDE_MARGIN,
+    **{name: pairs.OPTIONS[name] for name in pairs.Keywords.__annotations__},
     "normalize": Option(False, "bool, default False",
         """Divide rows by their L2 norm first, and differentiate through the norm. The norm may be
         any finite number. A row of zeros stays zero and gets a zero gradient. If `normalize` is not
@@ -272,7 +266,7 @@ COMPILED_OPTIONS = tuple(name for name, option in OPTIONS.items() if option.comp
 INTEGER_OPTIONS = tuple(option.name for option in PAIR_OPTIONS if option.type == pairs.INTEGERS)
 # Options that are floats of rows [M], keys [N], own negatives [M, K] or labels [M, P], without
 # gradient
-VECTOR_OPTIONS = ("weights", "key_bias", "own_bias", "label_weights")
+VECTOR_OPTIONS = tuple(name for name, o in OPTIONS.items() if o.type.startswith("float array ["))
 # Options that are arrays without gradient, except integers of samples and the features of a guide
 ARRAY_OPTIONS = (*VECTOR_OPTIONS, "query_mask", "key_mask", "own_mask", "own_indices")
 # Dtype of a feature gradient -> wider dtype, in which PyTorch and JAX keep it until the upstream

@@ -378,10 +378,9 @@ class OwnNegatives:
             dots = xp.matmul(keys, query[:, :, None])[:, :, 0].astype(np.float64)
             if left_out is not None:
                 dots = xp.where(left_out, -np.inf, dots)
-            for option in problem.pair_options:
-                if option.compares == "features":
-                    left_out, _ = option.masks(PairBlock(problem, rows, rows, dots))
-                    dots = xp.where(left_out, -np.inf, dots)
+            for option in problem.pair_options.by_products:
+                left_out, _ = option.masks(PairBlock(problem, rows, rows, dots))
+                dots = xp.where(left_out, -np.inf, dots)
             yield _OwnPart(rows, query, query_norms, keys, key_norms, dots)
 
     def join(self, vectors: Any, stats: Statistics) -> None:

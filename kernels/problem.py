@@ -7,13 +7,12 @@ the hardware computes powers of 2; only kernels/arrays/ has natural exponents in
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from .maxsim.tokens import Tokens
-from .options import GIVEN, GivenOptions
+from .options import PairFields
 
 T = TypeVar("T")
 Array = Any  # a NumPy or CuPy array
@@ -34,7 +33,7 @@ FEW_LOGITS = 2**24  # M N up to which a GPU takes the scale's gradient from mome
 
 
 @dataclass(eq=False)  # not frozen: a frozen one takes three times as long to make
-class Problem:
+class Problem(PairFields):
     """One loss on one pair of checked feature arrays: all that a backend needs to know.
 
     `losses_i` is the loss of row i. Gradients are derivatives of ``sum_i upstream_i * losses_i``.
@@ -62,10 +61,6 @@ class Problem:
     symmetric: bool = False  # queries are the keys: pairs i = j are excluded, one triangle suffices
     key_shard: bool = False  # `key` is a part of all keys; a positive outside of it is -1
     lacks_positives: bool = False  # no positive is in `key`: all positives are -1
-    # [M] or [M, C] int64: pairs of ids that are equal in any column are excluded, except for
-    # positives
-    query_ids: Array = None
-    key_ids: Array = None  # [N] or [N, C] int64 ids of keys, likewise
     normalize: bool = False  # rows of `query` and `key` are divided by their norms
     # precision of matrix products, never "auto". Logits and exponentials are float64 for "fp64" and
     # float32 otherwise
@@ -82,37 +77,14 @@ class Problem:
     moments: bool = False  # sums have moments, for the gradient of the scale (`uses_moments`)
     weights: Array = None  # [M] float64 weights of the rows' losses, 0 without a positive; None: 1
     row_shares: Array = None  # [M] float64 row shares, from `weights`; None: all are equal
-    query_groups: Array = None  # [M] int64: pairs of different groups are excluded, if not positive
-    key_groups: Array = None  # [N] int64 groups of keys, likewise
     # the groups of queries and of keys as NumPy arrays, from which a GPU's call finds the blocks
     # without a common group. None if features are on the CPU, groups on a GPU, or labels are given
     host_groups: tuple[Array, Array] | None = None
-    # [M] and [N] int64: pairs of equal ids are positives, which ids and groups do not leave out. In
-    # SigLIP all `positives` are -1. A softmax without ids and groups has None, and only `classes`
-    query_positive_ids: Array = None
-    key_positive_ids: Array = None
-    # SigLIP: the weight of a positive pair (i, j) is query_pair_weights[i] + key_pair_weights[j],
-    # float64; the formula is in options/positive_ids.py
-    query_pair_weights: Array = None  # [M]
-    key_pair_weights: Array = None  # [N]
     # numbers that are options of the softmax; `infonce.spec.OPTIONS` explains each
     margin: float = 0.0  # subtracted from a positive's dot product: scale margin from its logit
     decoupled: bool = False
     label_smoothing: float = 0.0
     hardness: float = 0.0
-    key_bias: Array = None  # [N] float64, added to the logits of each key, in natural units
-    # [M] `key_bias` itself if queries are the keys: rows are the keys of columns. None: no bias
-    query_bias: Array = None
-    false_negative_margin: float = math.inf
-    # [M] float64: dot products above which a row leaves out a negative (`options.find_limits`).
-    # These and the other limits are None until `with_found_vectors` sets them
-    query_limits: Array = None
-    key_limits: Array = None  # [N] the same for each column; None: columns have no sums
-    guide_query: Array = None  # [M, E] features of the guide
-    guide_key: Array = None  # [N, E]; `guide_query` itself if `symmetric`
-    guide_margin: float = 0.0
-    guide_query_limits: Array = None  # [M] the same as `query_limits`, for the guide's dot products
-    guide_key_limits: Array = None  # [N] the same as `key_limits`, for the guide's dot products
     own: Array = None  # [M, K, D]: K further negatives of each row (`between_passes.OwnNegatives`)
     # [M, K] int64: `own` is a table [T, D], of which these rows are the negatives of each row. On
     # the host, indices lie in [0, T). On a GPU, the row of an index from T on has the loss NaN, and
@@ -162,15 +134,6 @@ class Problem:
         return rows and not self.pair_options.change_logits
 
     @property
-    def pair_options(self) -> GivenOptions:
-        """The options of pairs that the call has. The flags have the order of `PAIR_OPTIONS`."""
-        return GIVEN[
-            self.query_ids is not None, self.query_groups is not None,
-            self.query_positive_ids is not None, self.false_negative_margin < math.inf,
-            self.guide_query is not None, self.key_bias is not None,
-        ]  # fmt: skip
-
-    @property
     def plain_targets(self) -> bool:
         """Whether each row has one positive, and the loss has no `margin`, `decoupled`, `hardness`,
         weights, linear terms (label smoothing, classes), positive ids, and is not joint."""
@@ -194,30 +157,9 @@ class Problem:
         sets = self.positives is not None and self.positives.ndim > 1
         return int(self.positives.shape[1]) if sets else 1
 
-    @property
-    def id_columns(self) -> int:
-        """The number of columns of ids; 0: the call has no ids."""
-        ids = self.query_ids
-        return 0 if ids is None else 1 if ids.ndim == 1 else int(ids.shape[1])
-
-    @property
-    def compares_with_limits(self) -> bool:
-        """Whether negatives above a limit are left out, by their or the guide's dot product."""
-        return self.pair_options.compare
-
     def without_weights(self) -> Problem:
         """The problem for code that needs no `weights`, because `upstream` contains them."""
         return self if self.weights is None else fast_replace(self, weights=None)
-
-    @property
-    def guided(self) -> bool:
-        """Whether a guide leaves out negatives by `guide_query_limits`."""
-        return self.guide_query is not None
-
-    @property
-    def has_positive_ids(self) -> bool:
-        """Whether passes compare positive ids, to find the positives."""
-        return self.query_positive_ids is not None
 
     @property
     def auxiliary_query(self) -> Array:

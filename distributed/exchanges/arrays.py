@@ -16,8 +16,8 @@ from infonce.kernels.maxsim.tokens import Tokens
 from infonce.kernels.options import KEY_VECTORS
 from infonce.kernels.problem import Array, Problem, fast_replace
 
-# Fields of `Problem` and `TaughtProblem`: the features of keys; their ids, groups, positive ids,
-# weights, biases and limits; and their features from a guide or a teacher
+# Fields of `Problem` and `TaughtProblem`: the features of keys, their vectors of options, and their
+# features from a guide or a teacher
 PER_KEY = "key", *KEY_VECTORS, "guide_key", "teacher_key"
 
 

@@ -18,6 +18,7 @@ from ..spec import (
     INTEGER_OPTIONS,
     OPTIONS,
     PREFIX_OPTIONS,
+    VECTOR_OPTIONS,
     GradOptions,
     Loss,
     LossOptions,
@@ -39,14 +40,11 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 TENSORS = {
     "temperature": "float | Tensor | None",
     "scale": "float | Tensor | None",
-    "weights": "Tensor | None",
-    "key_bias": "Tensor | None",
-    "label_weights": "Tensor | None",
+    **dict.fromkeys(VECTOR_OPTIONS, "Tensor | None"),
     "guide": "Tensor | tuple[Tensor, Tensor] | None",
     "own": "Tensor | None",
     "own_indices": "Tensor | None",
     "own_mask": "Tensor | None",
-    "own_bias": "Tensor | None",
 }
 # Further keywords for a loss over a process group of torch.distributed: the keywords of
 # infonce.distributed, with `group` instead of `comm`. `timeout` is in seconds. `gradient_scale` is

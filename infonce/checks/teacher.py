@@ -23,7 +23,7 @@ from .call import Request
 
 # Distillation is not in `spec.LOSSES`, because its functions have arguments that no other loss has
 REFUSED = (
-    *INTEGER_OPTIONS,  # ids, groups, positive_ids
+    *INTEGER_OPTIONS,
     *SOFTMAX_OPTIONS,
     *OWN_OPTIONS,  # own, own_indices, own_mask, own_bias, in_batch
     *LABEL_OPTIONS,  # label_weights

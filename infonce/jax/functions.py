@@ -266,7 +266,7 @@ DOC = """
     metrics : bool, default False
         Return ``(loss, infonce.Metrics)``; the metrics are a pytree. (In `jit` count
         ``(metrics.row_rank == 0).mean()``.)
-    weights, key_bias, own_bias, label_weights, guide : arrays, optional
+    {vectors}, guide : arrays, optional
         As in `infonce.{loss}`, as far as it has them; a pair of arrays for `guide`. They get no
         gradient.
     axis_name : name, or tuple of names, optional
@@ -274,7 +274,7 @@ DOC = """
         gradients are for the rows of this device, as in `infonce.distributed.{loss}`. An error that
         is found only when the program runs makes the loss NaN, and its message is in the log
         `infonce.jax`.
-    labels, bias, ids, groups, positive_ids, {options}
+    labels, bias, {integers}, {options}
         As in `infonce.{loss}`, as far as it has them. Labels, with `axis_name`, as in
         `infonce.distributed.{loss}`.
 
@@ -287,8 +287,7 @@ DOC = """
     TypeError, ValueError
         While tracing, naming the argument, what came and what was expected. TypeError also for
         forward mode (`jax.jvp`, `jax.jacfwd`) and for second derivatives: they are not supported.
-        ValueError also for `weights`, `key_bias`, `own_bias`, `label_weights` and `guide` that are
-        differentiated.
+        ValueError also for these arrays if they are differentiated: {vectors}, guide.
     jax.errors.JaxRuntimeError
         For errors that are found only when the program runs: values of labels, scale and bias that
         are arguments of `jit` (on a CPU), and a workspace that is too small. The error ends with

@@ -201,10 +201,10 @@ DOC = """
         ``torch.distributed.group.WORLD`` is None until ``torch.distributed.init_process_group`` is
         called: for one process leave `group` out. Also `timeout`, `transport` and
         `exchange`, of `infonce.distributed`.
-    weights, key_bias, own_bias, label_weights, guide : tensors, optional
+    {vectors}, guide : tensors, optional
         As in `infonce.{loss}`, as far as it has them; a pair of tensors for `guide`. They get no
         gradient.
-    labels, bias, ids, groups, positive_ids, {options}
+    labels, bias, {integers}, {options}
         As in `infonce.{loss}`, as far as it has them.
 
     Returns
@@ -215,7 +215,7 @@ DOC = """
     ------
     TypeError, ValueError
         Before any work, naming the argument, what came and what was expected. ValueError also for
-        `weights`, `key_bias`, `own_bias`, `label_weights` and `guide` that require a gradient.
+        these tensors if they require a gradient: {vectors}, guide.
     RuntimeError
         For second derivatives, forward mode and `torch.vmap`, which are not supported.
         `torch.func.grad` and `vjp` are.

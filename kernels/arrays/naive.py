@@ -12,6 +12,7 @@ that a row lacks: code that sets positives aside needs no branch. x are logits i
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,7 @@ from ..direction_losses import DirectionLosses
 from ..epilogues import Statistics, Sums
 from ..linear import Segments, SegmentSums, segment_sums_from_products
 from ..norms import normalization_backward, normalized_rows
-from ..options import Masks, PairBlock, PositivePairs, find_limits, find_masks
-from ..options.guide import guide_problem
+from ..options import Masks, PairBlock, PositivePairs, find_masks, with_found_vectors
 from ..problem import LOG2_E, Array, Gradients, Problem, materialize_vectors
 from ..solve import Solution, Vectors, find_nan
 
@@ -58,21 +58,27 @@ def solve_whole_matrix(problem: Problem, gradients: Gradients | None, vectors: V
     present = problem.positives >= 0
     index = xp.arange(m)[:, None] * n + problem.positives.reshape(m, -1)
     index = xp.where(present, index.reshape(present.shape), m * n)  # of the positives in x
-    block = PairBlock(problem, slice(m), slice(n), x.all)
-    if problem.pair_options.compare_features:
-        problem.query_limits, problem.key_limits = _find_limits(xp, problem, x, index)
+    products = None
     if problem.guided:
         products = PairMatrix(xp, m, n, dtype)
-        block.guide_dots = xp.matmul(guide_query, guide_key.T, out=products.all)
+        xp.matmul(guide_query, guide_key.T, out=products.all)
         xp.copyto(products.flat, np.nan, where=~xp.isfinite(products.flat))
-        problem.guide_query_limits, problem.guide_key_limits = _find_limits(
-            xp, guide_problem(problem), products, index
-        )
+
+    def positive_dots(of: Problem) -> Array:
+        """The dot products at positives: of the features, or of the guide's (`guide_problem`)."""
+        dots = x if products is None or of.guided else products
+        return xp.where(present, dots.flat[index].astype(np.float64), np.nan)
+
+    if problem.compares_with_limits:
+        backend = SimpleNamespace(positive_dots=positive_dots)
+        problem = with_found_vectors(problem, backend, vectors)
+    guide_dots = None if products is None else products.all
+    block = PairBlock(problem, slice(m), slice(n), x.all, guide_dots)
     pairs = PositivePairs.find(xp, problem, slice(m), slice(n), dtype)
     excluded, left_out = find_masks(block, pairs)
     if problem.guided:
-        xp.copyto(x.all, np.nan, where=xp.isnan(block.guide_dots))
-        del products, block
+        xp.copyto(x.all, np.nan, where=xp.isnan(guide_dots))
+        del products, guide_dots, block
     scale = xp.asarray(problem.scale, dtype)
     x.flat *= scale
     positive = x.flat[index]
@@ -115,15 +121,6 @@ def solve_whole_matrix(problem: Problem, gradients: Gradients | None, vectors: V
     if own is not None:
         own.add_gradients(finalized.rows.reference, finalized.row_factor * problem.scale, gradients)
     return solution
-
-
-def _find_limits(
-    xp: Any, problem: Problem, dots: PairMatrix, index: Array
-) -> tuple[Array, Array | None]:
-    """The limits of rows and of columns, from the dot products at the positives."""
-    at_positives = xp.where((problem.positives >= 0), dots.flat[index], np.nan)
-    limits = find_limits(xp, problem, at_positives)
-    return limits, limits if problem.two_sided else None
 
 
 class PairMatrix:

@@ -41,7 +41,7 @@ class SoftmaxFactors:
         self, epilogue: SoftmaxGradient, exponent_scale: float, dtype: np.dtype[Any],
         same_logits: bool,
     ) -> None:  # fmt: skip
-        """`same_logits`: rows and columns have the same logits (no key bias, limits and guide)."""
+        """`same_logits`: rows and columns have the same logits (`GivenOptions.same_logits`)."""
         self.exponent_scale, self.one_exponential = exponent_scale, False
         self.row_reference, self.row_factor, row_reference2 = rounded_reference(
             np, exponent_scale, epilogue.row_reference, epilogue.row_factor, dtype

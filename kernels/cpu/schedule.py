@@ -59,9 +59,7 @@ def fits_one_block(problem: Problem) -> bool:
     - There are 1 to 2^20 logits (`ONE_BLOCK_LOGITS`), and D is not 0.
     - The method is "auto" or "fused".
     - The workspace has room for the logits, and for features and gradients of all rows.
-    - `loss_follows_from_sums` is true: there are no groups, own negatives, biases of keys,
-      `false_negative_margin`, guide, teacher, label smoothing, classes and positive ids, and the
-      loss is not joint.
+    - `loss_follows_from_sums` is true.
     - There are no sets of positives, and `decoupled` and `hardness` are not set.
     - There are no retrieval ranks, no `progress`, no `known_row_nans`, and `key` has all keys.
 

@@ -29,6 +29,7 @@ from ..epilogues import (
 )
 from ..grid import Grid, slices
 from ..linear import LinearGradient
+from ..options import PairBlock
 from ..problem import LOG2_E, Array, Gradients, Problem
 from ..solve import Vectors
 from .call_state import Block, CallState
@@ -92,7 +93,7 @@ class TiledPass:
 
         # whether rows and columns have the same logits, so that one exponential can serve both
         options = problem.pair_options
-        self.same_logits, self.compares_dots = options.same_logits, options.compare_features
+        self.same_logits = options.same_logits
         self.excluded = []  # equal or different numbers of queries and keys: ids, groups
         for option in options.by_numbers:
             for query, key in option.columns(problem):
@@ -224,7 +225,7 @@ class TiledPass:
         for column_block in grid.visits(row_block):
             columns = grid.columns[column_block]
             diagonal = grid.triangle and row_block == column_block
-            if diagonal and self.compares_dots:
+            if diagonal and self.problem.pair_options.by_products:
                 k = q  # so x_ij and x_ji have the same digits, and are on one side of a limit
             else:
                 k = self.call_state.key.block(columns, self.key_buffer)
@@ -290,6 +291,9 @@ class TiledPass:
             # a tile of one group has no pairs of different groups
             if equal or any((side != numbers[0][0]).any() for side in numbers):
                 tile.exclude_pairs(x, *numbers, equal, *positive_ids)
+        for option in problem.pair_options.by_masks:
+            left_out, _ = option.masks(PairBlock(problem, rows, columns, x))
+            x[left_out] = -np.inf
 
     def multiply_auxiliary_features(self, rows: slice, columns: slice, out: Array | None) -> None:
         """Compute the products [m, n] of the guide's features, or of the teacher's, into `out`."""

@@ -82,12 +82,11 @@ __device__ __noinline__ bool is_finite_row(const Matrix& z, i64 row, i64 d, cons
   return group.sum(zero_sum) == 0;  // NaN == 0 is false
 }
 
-// Writes the products x_ij of own negatives, and their units. `mask` [m, k] tells which count (null: all); `limits` [m]
-// are products above which they do not count (null: none). x_ij is -inf for own negatives that do not count, and NaN if a
-// feature of one that counts is not finite, or if its index is beyond the table.
+// Writes the products x_ij of own negatives, and their units. `mask` [m, k] tells which count (null: all), unless an
+// option leaves them out. x_ij is -inf for own negatives that do not count, and NaN if a feature of one that counts is not
+// finite, or if its index is beyond the table.
 extern "C" __global__ void __launch_bounds__(OWN_THREADS, NORM_FACTORS || sizeof(Real) == 8 || WORDS == 2 ? 4 : 6)
-own_products(const __grid_constant__ OwnNegatives a, const char* mask, i64 mask_row_stride, i64 mask_stride,
-             const double* limits) {
+own_products(const __grid_constant__ OwnNegatives a, const char* mask, i64 mask_row_stride, i64 mask_stride) {
   const Group group(a.d, a.parts);
   if (group.row >= a.m) return;
   const i64 i = group.row, step = group.lanes * LANE_FEATURES, first_column = group.lane * LANE_FEATURES;
@@ -95,7 +94,6 @@ own_products(const __grid_constant__ OwnNegatives a, const char* mask, i64 mask_
   prefetch_batch(a, own, group.part * BATCH, -1, group);
   prefetch_row(a.query, i, a.d, group.lane, group.lanes);
   if (mask) mask += i * mask_row_stride;
-  const double limit = limits ? limits[i] : INFINITY_;
   const i64 begin = group.part * BATCH;
   Unit query = {1, 0};
   Real query_square = 0;
@@ -160,7 +158,8 @@ own_products(const __grid_constant__ OwnNegatives a, const char* mask, i64 mask_
       }
       // The product of a feature that is infinite may be -inf
       if (!NORM_FACTORS && !isfinite(product) && !is_finite_row(own, own_rows[b], a.d, group)) product = (Real)NAN_;
-      if (group.lane == 0) a.products[at] = (double)product > limit ? (Real)-INFINITY_ : product;
+      const Pair<OwnNegatives, OwnNegatives> pair{{}, a, a, (int)i, 0};
+      if (group.lane == 0) a.products[at] = Options::excluded(product, pair) ? (Real)-INFINITY_ : product;
     }
   }
 }

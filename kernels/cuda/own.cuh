@@ -15,6 +15,7 @@
 // OWN_INDICES: own negatives are rows of a table (0: each row has own negatives in memory of its own).
 // OWN_BIAS: own negatives have biases.
 #pragma once
+#include "block/options.cuh"
 #include "rows.cuh"
 
 #ifndef WORDS
@@ -22,9 +23,6 @@
 #endif
 #ifndef OUT_WORDS
 #define OUT_WORDS 1
-#endif
-#ifndef NORM_FACTORS
-#define NORM_FACTORS 0
 #endif
 #ifndef OWN_INDICES
 #define OWN_INDICES 0
@@ -51,7 +49,7 @@ struct OwnFeatures {
   }
 };
 
-struct OwnNegatives {
+struct PlainOwnNegatives {
   Matrix query;
   OwnFeatures own;
   i64 m, k, d, parts;
@@ -71,6 +69,10 @@ struct OwnNegatives {
 
   // c: base-2 exponents are c times products.
   __device__ __forceinline__ double exponent_factor() const { return (scale.bare() + hardness) * LOG2_E; }
+};
+// With the vectors [m] of options that compare products. These are the dot products of the rows u, and the unit of the
+// vectors.
+struct OwnNegatives : PairVectors<PlainOwnNegatives, double> {
 };
 
 // The row of own negative j of row i in the memory that OwnFeatures::of(i) returns; out of its bounds for none.

@@ -137,6 +137,10 @@ class OwnNegativesByKernels(OwnNegatives):
             fields |= {"indices": self.problem.own_indices, "table_rows": len(keys)}
         if self.problem.own_bias is not None:
             fields["bias"] = address(self.problem.own_bias, rows.start)
+        for option in self.problem.pair_options.by_products:
+            for pair in option.vectors:
+                row, column = pair.fields
+                fields |= {row: address(pair.find(self.problem)[0], rows.start), column: None}
         return fields
 
     def _defines(self, features: Array, out: Array) -> dict[str, int]:
@@ -147,6 +151,7 @@ class OwnNegativesByKernels(OwnNegatives):
         defines = {"WORDS": words, "OUT_WORDS": out_words} if words and out_words else {"WORDS": 0}
         options = {"OWN_INDICES": self.in_table, "OWN_BIAS": self.problem.own_bias is not None}
         defines |= {name: 1 for name, is_given in options.items() if is_given}
+        defines |= {option.define: 1 for option in self.problem.pair_options.by_products}
         return {**defines, "NORM_FACTORS": int(self.problem.normalize)}
 
     def join(
@@ -158,9 +163,7 @@ class OwnNegativesByKernels(OwnNegatives):
         `references`: one pass follows, which begins with these reference exponents and with the
         sums of own negatives. `pass_scale`: struct Scale, by which it multiplies its products.
         """
-        mask, limits = self.problem.own_mask, self.problem.query_limits
-        if limits is not None:  # the method naive has float32
-            limits = limits.astype(np.float64, copy=False)
+        mask = self.problem.own_mask
         self.row_nans = cupy.empty(len(self.problem.query))
         mask_strides = (0, 0) if mask is None else mask.strides
         for rows, query, keys in self._read():
@@ -168,7 +171,6 @@ class OwnNegativesByKernels(OwnNegatives):
             self.launch(
                 "own_products", self.row_lanes, rows, query, keys, mask=address(mask, start),
                 mask_row_stride=mask_strides[0], mask_stride=mask_strides[1],
-                limits=address(limits, start),
             )  # fmt: skip
             self.launch(
                 "own_sums", self.sum_lanes, rows, query, keys, lanes=self.sum_lanes,

@@ -46,9 +46,8 @@ def run_block_pass(
 
     Operations on arrays compute blocks with a guide or a teacher. Kernels compute all other blocks.
     A block has a plan if it has none of these: `progress`; a question (`BlockQuestion`) in place of
-    an epilogue; linear terms (label smoothing, classes); the options `groups`, `key_bias`,
-    `false_negative_margin` and `positive_ids`. Kernels of a block without a plan are launched step
-    by step.
+    an epilogue; linear terms (label smoothing, classes); options of pairs, except ids. Kernels of a
+    block without a plan are launched step by step.
     """
     # blocks need no classes or own negatives, and a plan would depend on their arrays
     block = _without_row_terms(problem)

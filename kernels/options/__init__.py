@@ -1,14 +1,16 @@
 """Options that decide about single pairs, a file each: which pairs count, with which exponents.
 
-`PAIR_OPTIONS` is the list. Keywords, ranges and refusals, masks of operations on arrays, -D options
-and vectors of kernels, and the vectors that travel between ranks follow from it. CONTRIBUTING.md
+`PAIR_OPTIONS` is the list, `Keywords` have the types of its keywords, and `PairFields` what a
+`Problem` has of them. Keywords, ranges and refusals, masks of operations on arrays, -D options and
+vectors of kernels, and the vectors that travel between ranks follow from these. CONTRIBUTING.md
 names the other files of a new option.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from .base import INTEGERS, LARGEST, Array, GivenOptions, Masks, Option, PairBlock, PairOption
 from .groups import GROUPS
@@ -22,12 +24,13 @@ if TYPE_CHECKING:
     from ..problem import Problem
 
 __all__ = [
-    "FALSE_NEGATIVE_MARGIN", "GROUPS", "GUIDE", "GUIDE_MARGIN", "IDS", "INTEGERS", "KEY_BIAS",
-    "LARGEST", "MOST_COLUMNS", "POSITIVE_IDS", "GivenOptions", "Masks", "Option", "PairBlock",
-    "PairOption", "PositivePairs", "count_positives", "find_limits", "weigh_positives",
+    "FALSE_NEGATIVE_MARGIN", "GUIDE", "IDS", "INTEGERS", "KEY_BIAS", "LARGEST", "MOST_COLUMNS",
+    "POSITIVE_IDS", "GivenOptions", "Keywords", "Masks", "Option", "PairBlock", "PairFields",
+    "PairOption", "PositivePairs", "SampleKeywords", "count_positives", "find_limits",
+    "weigh_positives",
 ]  # fmt: skip
 
-# In the order of `Problem.pair_options`. Kernels get vectors and -D options in this order
+# In the order of `PairFields.pair_options`. Kernels get vectors and -D options in this order
 PAIR_OPTIONS: tuple[PairOption, ...] = (
     IDS, GROUPS, POSITIVE_IDS, FALSE_NEGATIVE_MARGIN, GUIDE, KEY_BIAS,
 )  # fmt: skip
@@ -36,6 +39,31 @@ PAIR_OPTIONS: tuple[PairOption, ...] = (
 # them into the same parts as the features
 QUERY_VECTORS = tuple(pair.query for option in PAIR_OPTIONS for pair in option.vectors)
 KEY_VECTORS = tuple(pair.key for option in PAIR_OPTIONS for pair in option.vectors)
+
+
+class SampleKeywords(TypedDict, total=False):
+    """Types of the keywords that are integers of samples."""
+
+    ids: Any
+    groups: Any
+    positive_ids: Any
+
+
+class Keywords(TypedDict, total=False):
+    """Types of the other keywords."""
+
+    key_bias: Any
+    false_negative_margin: float
+    guide: Any
+    guide_margin: float
+
+
+_BY_NAME: dict[str, Option] = {option.name: option for option in PAIR_OPTIONS}
+_BY_NAME["guide_margin"] = GUIDE_MARGIN
+# In the order of signatures
+OPTIONS = {
+    name: _BY_NAME[name] for name in (*SampleKeywords.__annotations__, *Keywords.__annotations__)
+}
 
 
 class _GivenByFlags(dict[tuple[bool, ...], GivenOptions]):
@@ -48,6 +76,69 @@ class _GivenByFlags(dict[tuple[bool, ...], GivenOptions]):
 
 GIVEN = _GivenByFlags()
 NO_OPTIONS = GivenOptions()
+
+
+@dataclass(eq=False, kw_only=True)
+class PairFields:
+    """The fields of `Problem` for options of pairs. None, or infinity: the option is not given."""
+
+    # [M] or [M, C] int64: pairs of ids that are equal in any column are excluded, except for
+    # positives
+    query_ids: Array = None
+    key_ids: Array = None  # [N] or [N, C] int64 ids of keys, likewise
+    query_groups: Array = None  # [M] int64: pairs of different groups are excluded, if not positive
+    key_groups: Array = None  # [N] int64 groups of keys, likewise
+    # [M] and [N] int64: pairs of equal ids are positives, which ids and groups do not leave out. In
+    # SigLIP all `positives` are -1. A softmax without ids and groups has None, and only `classes`
+    query_positive_ids: Array = None
+    key_positive_ids: Array = None
+    # SigLIP: the weight of a positive pair (i, j) is query_pair_weights[i] + key_pair_weights[j],
+    # float64; the formula is in options/positive_ids.py
+    query_pair_weights: Array = None  # [M]
+    key_pair_weights: Array = None  # [N]
+    key_bias: Array = None  # [N] float64, added to the logits of each key, in natural units
+    # [M] `key_bias` itself if queries are the keys: rows are the keys of columns. None: no bias
+    query_bias: Array = None
+    false_negative_margin: float = math.inf
+    # [M] float64: dot products above which a row leaves out a negative (`find_limits`). These and
+    # the other limits are None until `with_found_vectors` sets them
+    query_limits: Array = None
+    key_limits: Array = None  # [N] the same for each column; None: columns have no sums
+    guide_query: Array = None  # [M, E] features of the guide
+    guide_key: Array = None  # [N, E]; `guide_query` itself if `symmetric`
+    guide_margin: float = 0.0
+    guide_query_limits: Array = None  # [M] the same as `query_limits`, for the guide's dot products
+    guide_key_limits: Array = None  # [N] the same as `key_limits`, for the guide's dot products
+
+    @property
+    def pair_options(self) -> GivenOptions:
+        """The options of pairs that the call has. The flags have the order of `PAIR_OPTIONS`."""
+        return GIVEN[
+            self.query_ids is not None, self.query_groups is not None,
+            self.query_positive_ids is not None, self.false_negative_margin < math.inf,
+            self.guide_query is not None, self.key_bias is not None,
+        ]  # fmt: skip
+
+    @property
+    def id_columns(self) -> int:
+        """The number of columns of ids; 0: the call has no ids."""
+        ids = self.query_ids
+        return 0 if ids is None else 1 if ids.ndim == 1 else int(ids.shape[1])
+
+    @property
+    def compares_with_limits(self) -> bool:
+        """Whether negatives above a limit are left out, by their or the guide's dot product."""
+        return self.pair_options.compare
+
+    @property
+    def guided(self) -> bool:
+        """Whether a guide leaves out negatives by `guide_query_limits`."""
+        return self.guide_query is not None
+
+    @property
+    def has_positive_ids(self) -> bool:
+        """Whether passes compare positive ids, to find the positives."""
+        return self.query_positive_ids is not None
 
 
 def with_found_vectors(problem: Problem, backend: Any, vectors: Any) -> Problem:

@@ -52,6 +52,11 @@ class VectorPair:
     row: str = ""  # field of struct Block; "": the name of `query`
     column: str = ""
 
+    @property
+    def fields(self) -> tuple[str, str]:
+        """The fields of struct Block."""
+        return self.row or self.query, self.column or self.key
+
     def find(self, problem: Problem) -> tuple[Array, Array]:
         """The vectors of a problem; None: the problem lacks one."""
         return getattr(problem, self.query), getattr(problem, self.key)
@@ -119,9 +124,15 @@ class GivenOptions(tuple[PairOption, ...]):
     def __init__(self, options: Any = ()) -> None:
         self.change_logits = any(option.changes_logits for option in self)
         self.compare = any(option.compares for option in self)
-        self.compare_features = any(option.compares == "features" for option in self)
+        # the options that leave out pairs by dot products of the features
+        self.by_products = [option for option in self if option.compares == "features"]
         # the options that leave out pairs by equal or different numbers
         self.by_numbers = [option for option in self if option.equal is not None]
+        # the options whose `masks` tiles on the CPU call
+        self.by_masks = [
+            option for option in self
+            if type(option).masks is not PairOption.masks and not option.splits
+        ]  # fmt: skip
         # whether rows and columns have the same logits, so that one exponential can serve both
         self.same_logits = not any(option.splits or option.shifts for option in self)
         self.vectors = [vector for option in self for vector in option.vectors]

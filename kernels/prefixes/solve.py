@@ -58,9 +58,7 @@ def fits(problem: Problem, gradients: Gradients | None) -> bool:
     It refuses
     - losses that are not a softmax over keys or over both sides: SigLIP, queries that are the keys;
     - options: a margin, `decoupled`, `hardness`, retrieval ranks, ids, sets of positives,
-      `known_row_nans`, and those that `loss_follows_from_sums` excludes: linear terms, groups,
-      biases of keys, own negatives, `false_negative_margin`, a guide, a teacher, positive ids, and
-      joint losses;
+      `known_row_nans`, and those that `loss_follows_from_sums` excludes;
     - the methods "naive" and "fused";
     - a batch that fits one block, and a call that one pass may compute (`allows_online_softmax`:
       one softmax, no dK): separate calls are faster.

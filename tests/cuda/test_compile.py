@@ -381,7 +381,8 @@ IN_TABLE = {"OWN_INDICES": 1, "OWN_BIAS": 1}
     ("precision", "words", "factors", "arch", "table"),
     [(*each, {}) for each in some(
         1, ["FP32", "FP64"], [(0, 0), (1, 1), (1, 2), (2, 2)], [0, 1], DEVICES)]
-    + [("FP64", (0, 0), 0, "sm_90a", IN_TABLE), ("FP32", (2, 2), 1, "sm_90a", IN_TABLE)],
+    + [("FP64", (0, 0), 0, "sm_90a", IN_TABLE), ("FP32", (2, 2), 1, "sm_90a", IN_TABLE),
+       ("FP32", (2, 2), 1, "sm_90a", IN_TABLE | {"LIMITS": 1})],
 )  # fmt: skip
 def test_own(
     precision: str, words: tuple[int, int], factors: int, arch: str, table: dict[str, int]

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from option_values import option_values
 
 torch = pytest.importorskip("torch")
 import drop_ins  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+from infonce.kernels.options import OPTIONS  # noqa: E402
 
 import infonce.torch as it  # noqa: E402
 from infonce import spec  # noqa: E402
@@ -44,31 +47,22 @@ QUERIES, PAGES = draw(N, 2, D), draw(N, 2, D)  # of two tokens
 BANK = F.normalize(draw(5, D), dim=1)
 EACH = {"temperature", "scale"}  # no drop-in takes the factor of its logits as an option
 QWEN3 = {*EACH, "metrics", "normalize", "own", "own_indices", "false_negative_margin"}
-NEGATIVES = {"ids", "groups", "positive_ids", "key_bias", "guide", "guide_margin", "in_batch"}
+NEGATIVES = {*OPTIONS, "in_batch"}
+
+
+def of_torch(value: Any) -> Any:
+    """Arrays as tensors; other values as they are."""
+    if isinstance(value, tuple):
+        return tuple(map(of_torch, value))
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
 
 
 def values(rows: int, keys: int, one: bool) -> dict[str, dict[str, Any]]:
     """Keyword -> keywords of a call with it, for a loss of `rows` and `keys`, of `one` array."""
-    number = torch.arange(keys)
     guide = {"guide": GUIDE[:rows] if one else (GUIDE[:rows], GUIDE[-keys:])}
-    pairs = {name: number // step if rows == keys else (number[:rows] // step, number // step)
-             for name, step in (("ids", 2), ("groups", 4), ("positive_ids", 2))}  # fmt: skip
-    plain: dict[str, Any] = {
-        **pairs, "own": draw(rows, 3, D), "own_mask": torch.tensor([[True, False]] * rows),
-        "own_indices": torch.zeros((rows, 2), dtype=torch.long),
-        "own_bias": torch.tensor([[0.0, math.log(2)]] * rows, dtype=torch.float64),
-        "in_batch": False, "dims": (2, D), "weights": torch.linspace(0.5, 2, rows),
-        "margin": 0.2, "decoupled": True, "label_smoothing": 0.1, "hardness": 1.0,
-        "key_bias": torch.linspace(0, 2, keys), "false_negative_margin": -0.1, "normalize": True,
-        "reduction": "sum", "method": "tiled", "precision": "fp64", "workspace": "1MiB",
-        "offload": False, "check_finite": True, "progress": lambda phase, done, total: None,
-        "metrics": True, "temperature": 0.3, "scale": 3.0, "labels": number,
-        "query_mask": torch.ones((rows, 2), dtype=torch.bool),
-        "key_mask": torch.tensor([[True, False]] * keys), "token_mean": True,
-        "label_weights": torch.ones((rows, 2)),
-    }  # fmt: skip
+    plain = option_values(rows, keys, D) | {"labels": np.arange(keys)}
     return {
-        **{name: {name: value} for name, value in plain.items()}, **{"guide": guide},
+        **{name: {name: of_torch(value)} for name, value in plain.items()}, "guide": guide,
         "dim_weights": {"dims": (2, D), "dim_weights": (0.5, 2.0)},
         "guide_margin": {**guide, "guide_margin": 0.5},
     }  # fmt: skip

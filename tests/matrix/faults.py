@@ -249,8 +249,8 @@ FAULTS = [
     Mutant(
         "Qwen3's loss with queries as negatives takes in_batch=False",
         "infonce/torch/memory_efficient_clip/qwen3.py",
-        '"guide", "in_batch"]',
-        '"guide"]',
+        '[*OPTIONS, "in_batch"]',
+        "[*OPTIONS]",
         "",
         [DROP_INS, "tests/frameworks/test_drop_in_options.py"],
     ),

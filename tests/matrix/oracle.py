@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from option_values import COMPARISONS, above_positives
 from problems import Problem, beside, compare_tokens, find_own, in_pair, is_read
 
 Array = np.ndarray
@@ -117,11 +118,13 @@ def softmax(
     decoupled = o.get("decoupled", False)
     plain = dot.detach().numpy()
     has = positive.any(axis=1)
-    for products, name in ((plain, "false_negative_margin"), (guide, "guide_margin")):
-        if name in o and products is not None:
-            limit = np.where(positive, products, -np.inf).max(axis=1) + o[name]
-            above = products > limit[:, None]
-            excluded = excluded | (~positive & has[:, None] & above)
+    for name, each in COMPARISONS.items():
+        if name in o:
+            beyond = each.is_beyond(plain, each.bound(o[name], plain, positive))
+            excluded = excluded | (~positive & beyond)
+    if guide is not None:
+        above = guide > above_positives(o["guide_margin"], guide, positive)
+        excluded = excluded | (~positive & above)
     at, kept = torch.from_numpy(positive), torch.from_numpy(~excluded)
     x = scale * (dot - margin * at.double())
     if bias is not None:

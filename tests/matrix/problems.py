@@ -11,6 +11,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from option_values import COMPARISONS, above_positives
 
 from infonce import spec
 from infonce.checks.teacher import ALL_LOSSES, DISTILL_ROWS
@@ -328,7 +329,8 @@ def draw_softmax(problem: Problem, rng: np.random.Generator) -> None:
     width, dtype = problem.features[0].shape[-1], problem.features[0].dtype.newbyteorder("=")
     drawn: dict[str, Any] = {
         "margin": rng.uniform(-0.5, 0.5), "hardness": problem.scale * rng.uniform(0, 1),
-        "false_negative_margin": rng.uniform(-0.5, 1), "key_bias": 3 * rng.standard_normal(columns),
+        **{name: each.draw(rng) for name, each in COMPARISONS.items()},
+        "key_bias": 3 * rng.standard_normal(columns),
         "own": unit(rng.standard_normal((rows, int(rng.integers(1, 5)), width))).astype(dtype),
         "guide": [rng.standard_normal((n, 3)).astype(dtype) for n in (rows, columns)],
     }  # fmt: skip
@@ -428,28 +430,31 @@ def leave_out_exclusive(problem: Problem) -> None:
         leave_out(problem, "label_smoothing")
 
 
-def is_ambiguous(problem: Problem, limit: str, sides: list[Array]) -> bool:
-    """Whether rounding decides which negatives are above a limit."""
-    sides = [z.astype(np.float64) for z in sides]
-    if problem.normalize or limit == "false_negative_margin":
-        sides = [unit(z) for z in sides]
+def is_ambiguous(problem: Problem, limit: str) -> bool:
+    """Whether rounding decides which negatives a limit leaves out."""
+    of_features = limit in COMPARISONS
+    bound = COMPARISONS[limit].bound if of_features else above_positives
+    of_tokens = problem.has_tokens and of_features
+    sides = problem.features if of_features else in_pair(problem.options["guide"])
+    sides = tuple(z.astype(np.longdouble) for z in sides)
+    if problem.normalize and not of_tokens:
+        sides = tuple(map(unit, sides))
     if problem.loss == "gte":
-        sides = [np.concatenate(sides)]
-    of_tokens = problem.has_tokens and limit == "false_negative_margin"
+        sides = (np.concatenate(sides),)
     dots = find_scores(problem) if of_tokens else sides[0] @ sides[-1].T
     positive = problem.find_positives()
     if problem.loss == "gte":
         dots, positive = beside(dots), beside(positive)
     both = [(dots, positive)] + ([(dots.T, positive.T)] if problem.loss == "clip" else [])
-    if limit == "false_negative_margin" and "own" in problem.options:
+    if of_features and "own" in problem.options:
         own, counts, _ = find_own(problem.options)
-        own = unit(np.where(counts[:, :, None], own.astype(np.longdouble), np.nan))
+        own = np.where(counts[:, :, None], own.astype(np.longdouble), np.nan)
+        own = unit(own) if problem.normalize else own
         more = np.nan_to_num(np.einsum("md,mkd->mk", sides[0], own))
         both = [(np.c_[dots, more], np.c_[positive, np.zeros(more.shape, bool)])]
     for x, at in both:
-        bound = np.where(at, x, -np.inf).max(axis=1, keepdims=True) + problem.options[limit]
         gap = GAP * (10 if problem.dtype == "bfloat16" and limit == "guide_margin" else 1)
-        if (np.abs(np.where(at, np.inf, x) - bound) < gap).any():
+        if (abs(np.where(at, -np.inf, x) - bound(problem.options[limit], x, at)) < gap).any():
             return True
     return False
 
@@ -485,7 +490,7 @@ def draw_poison(problem: Problem, rng: np.random.Generator, in_guide: bool) -> N
     if place == "own":
         leave_out(problem, "own_mask")
     if place == "guide":  # infinite limits, or limits of products, would hide it
-        leave_out(problem, "false_negative_margin", "own")
+        leave_out(problem, *COMPARISONS, "own")
     if spoilt.size:
         at = tuple(rng.integers(n) for n in spoilt.shape)
         spoilt[at] = bad
@@ -593,15 +598,13 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
         options["labels"] = np.arange(rows) if alone else np.full(rows, -1)
         options.pop("label_weights", None)
     if zero:
-        leave_out(problem, "false_negative_margin")
-    for limit in ("false_negative_margin", *["guide_margin"] * (not spoilt_guide)):
-        if limit in options:
-            of_limit = units if limit[0] == "f" else list(in_pair(options["guide"]))
-            if is_ambiguous(problem, limit, of_limit):
-                leave_out(problem, limit, *(["guide"] if limit[0] == "g" else []))
+        leave_out(problem, *COMPARISONS)
+    for limit in (*COMPARISONS, *["guide_margin"] * (not spoilt_guide)):
+        if limit in options and is_ambiguous(problem, limit):
+            leave_out(problem, limit if limit in COMPARISONS else "guide")
     if (
         "dims" not in loss.refused
-        and "false_negative_margin" not in options
+        and COMPARISONS.keys().isdisjoint(options)
         and rng.random() < 0.15
     ):
         widths = sorted({*map(int, rng.integers(1, d + 1, rng.integers(3))), d})
@@ -628,7 +631,7 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
     possible += ["bias"] * loss.sigmoid
     if rng.random() < 0.3:
         settings["wrt"] = [z for z in possible if rng.random() < 0.5]
-    without_ranks = {"key_bias", "false_negative_margin", "guide", "own", "dims", "positive_ids"}
+    without_ranks = {*spec.NOT_WITH_METRICS, "own", "dims", "positive_ids"}
     with_metrics = not without_ranks & {*options}
     with_metrics &= "metrics" not in loss.refused and (problem.find_positives().sum(1) == 1).all()
     with_metrics &= np.size(options.get("labels")) <= rows  # not sets, even of one positive

@@ -20,6 +20,7 @@ from comparison import Result
 from evaluation import Tally, numbers
 from executors import EXECUTORS
 from faults import FAULTS
+from option_values import option_values
 from problems import Problem, draw
 
 import infonce.torch as it
@@ -108,18 +109,10 @@ def test_every_drop_in_is_drawn() -> None:
 # --- what executors refuse ------------------------------------------------------------------------
 
 # A value of each option that is not its default
-VALUES: dict[str, Any] = {
-    "temperature": 0.5, "ids": np.arange(8), "groups": np.arange(8) // 2, "check_finite": True,
-    "positive_ids": np.arange(8) // 2, "own": np.ones((8, 2, 4)), "own_mask": np.ones((8, 2), bool),
-    "own_indices": np.zeros((8, 2), int), "own_bias": np.ones((8, 2)),
-    "in_batch": False, "dims": (2, 4), "dim_weights": (1.0, 0.5), "weights": np.ones(8),
-    "margin": 0.1, "decoupled": True, "label_smoothing": 0.1, "hardness": 1.0,
-    "key_bias": np.ones(8), "label_weights": np.ones((8, 2)), "false_negative_margin": 0.1,
-    "guide": (np.ones((8, 3)),) * 2, "guide_margin": 0.1, "normalize": True, "reduction": "none",
-    "method": "naive", "precision": "fp32", "workspace": 2**20, "offload": True, "progress": print,
-    "wrt": ("scale",), "grad_dtype": np.float32, "grad_out": 2.0, "out": {}, "metrics": True,
-    "return_logits": True, "scale": 2.0, "query_mask": np.ones((8, 2), bool),
-    "key_mask": np.ones((8, 2), bool), "token_mean": True,
+VALUES = option_values(8, 8, 4) | {
+    "dim_weights": (1.0, 0.5), "guide": (np.ones((8, 3)),) * 2, "guide_margin": 0.1,
+    "offload": True, "wrt": ("scale",), "grad_dtype": np.float32, "grad_out": 2.0, "out": {},
+    "return_logits": True,
 }  # fmt: skip
 REFUSING = [
     name for name in EXECUTORS

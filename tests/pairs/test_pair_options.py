@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 from infonce.kernels.distill.problem import TaughtProblem
-from infonce.kernels.options import KEY_VECTORS, PAIR_OPTIONS, QUERY_VECTORS, PairOption
+from infonce.kernels.options import GIVEN, KEY_VECTORS, PAIR_OPTIONS, QUERY_VECTORS, PairOption
 from infonce.kernels.problem import Problem
 
+import infonce
 from infonce import spec
 
 ROWS = np.ones((4, 2))
@@ -48,3 +49,21 @@ def test_the_keyword_of_an_option(option: PairOption) -> None:
     assert spec.OPTIONS[option.name] is option
     is_integer = option.name in spec.INTEGER_OPTIONS
     assert is_integer is not (option.name in spec.SOFTMAX_OPTIONS)
+
+
+@pytest.mark.parametrize("option", [o for o in PAIR_OPTIONS if o.equal is not None], ids=str)
+def test_masks_serve_where_tiles_have_no_loop(
+    option: PairOption, monkeypatch: pytest.MonkeyPatch, tile_sides: Any
+) -> None:
+    tile_sides(8, 12)
+    rng = np.random.default_rng(0)
+    features = rng.standard_normal((2, 20, 3))
+    options: dict[str, Any] = {option.name: rng.integers(0, 4, 20), "scale": 2.0, "method": "tiled"}
+    want = infonce.clip_loss_and_grad(*features, **options)
+    assert want.loss != infonce.clip_loss(*features, scale=2.0)
+    given_options = GIVEN[tuple(each is option for each in PAIR_OPTIONS)]
+    monkeypatch.setattr(given_options, "by_numbers", [])
+    monkeypatch.setattr(given_options, "by_masks", [option])
+    got = infonce.clip_loss_and_grad(*features, **options)
+    for one, other in zip((want.loss, *want.grads), (got.loss, *got.grads), strict=True):
+        np.testing.assert_array_equal(one, other)

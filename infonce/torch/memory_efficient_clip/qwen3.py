@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ... import spec
 from ...checks import validation
+from ...kernels.options import OPTIONS
 from ..core.drop_in import Refused, first_row, refuse, require, require_shape
 from ..functions import info_nce_loss
 from .pairs import MemoryEfficient
@@ -85,10 +86,10 @@ class MemoryEfficientQwen3Loss(MemoryEfficient):
     def refused(self) -> Refused:
         refused = {**super().refused()}
         refused |= refuse(["own", "own_indices"], "pass hard_negative_features")
-        refused |= refuse(["false_negative_margin"], "margin leaves out likely positives")
         if self.use_qq_negatives or self.use_dd_negatives:
-            names = ["ids", "groups", "positive_ids", "key_bias", "guide", "in_batch"]
+            names = [*OPTIONS, "in_batch"]
             refused |= refuse(names, "it has no values for queries and documents as negatives")
+        refused |= refuse(["false_negative_margin"], "margin leaves out likely positives")
         if self.use_dd_negatives:
             refused |= refuse(["dims", "dim_weights"], "rows are queries beside documents")
         return refused

@@ -1,9 +1,9 @@
 // Options of a loss that change single pairs: they leave a pair out of a softmax, or change its exponent. Each option
 // is a struct here, derived from `Option`. The portable kernels (tiled/tile.cuh) and the sweeps (sm90/sweep/logits.cuh)
-// use the same structs. `Options`, at the end, is all of them together. Options that change only the loss of a row from
-// its sums are in RowOptions (vectors/sums.cuh).
+// use the same structs, and own.cu those that compare products. `Options`, at the end, is all of them together. Options
+// that change only the loss of a row from its sums are in RowOptions (vectors/sums.cuh).
 //
-// A new option is one more struct, its -D option below, its name in `Options`, and its vectors in `Block`. The host
+// A new option is one more struct, its -D option below, its name in `Options`, and its vectors in PairVectors. The host
 // sets the -D options of a call in `scheduled_kernel` (kernels/gpu/schedule/passes.py): IDS and NORM_FACTORS there, and
 // all others by `Call.pair_defines` (kernels/gpu/schedule/call.py). CONTRIBUTING.md lists the other files of an option.
 #pragma once
@@ -34,9 +34,10 @@
 #define BIAS 0  // 1: keys have biases; 2: queries have biases, too, because queries are keys
 #endif
 
-// A block with the vectors of its options (ids are in PlainBlock). Limits and biases are in the unit of products: times
-// c they are base-2 logits.
-struct Block : PlainBlock {
+// A structure with the vectors of its options beside it (ids are in PlainBlock). Limits and biases are in the unit of
+// products: times c they are base-2 logits.
+template <class Plain, class Number>
+struct PairVectors : Plain {
 #if GROUPS
   const i64 *query_groups, *key_groups;  // [rows], [columns]
 #endif
@@ -44,20 +45,22 @@ struct Block : PlainBlock {
   const i64 *query_positive_ids, *key_positive_ids;  // [rows], [columns]
 #endif
 #if PAIR_WEIGHTS
-  const Real *query_pair_weights, *key_pair_weights;  // [rows], [columns]: a positive pair's weight is their sum
+  const Number *query_pair_weights, *key_pair_weights;  // [rows], [columns]: a positive pair's weight is their sum
   const char* positive_tiles;  // a bit for each tile of the matrix (block/positive_tiles.cu), or null
   i64 positive_tiles_bytes;    // bytes of a query tile in `positive_tiles`
 #endif
 #if LIMITS
-  const Real *row_limits, *column_limits;  // [rows], [columns] or null
+  const Number *row_limits, *column_limits;  // [rows], [columns] or null
 #endif
 #if GUIDE
   const u32 *row_marks, *column_marks;  // words of marks (`mark_word`) from the block on; column_marks may be null
   i64 mark_rows;                        // rows that have marks: those of the block, or all rows of the call
 #endif
 #if BIAS
-  const Real *row_bias, *column_bias;  // [rows] or null, [columns]
+  const Number *row_bias, *column_bias;  // [rows] or null, [columns]
 #endif
+};
+struct Block : PairVectors<PlainBlock, Real> {
 };
 
 enum : int { POSITIVE_TILE = 128 };  // rows, and columns, of the tiles of `positive_tiles`
@@ -367,8 +370,11 @@ struct All {
     if (is_positive(p)) return;
     ((x = Each::excluded(x, p) ? EXCLUDED : x), ...);
   }
-  // Called by sweeps: the same, but only options that MASK are asked. For options that SPLIT, sweeps ask `in_row` and
-  // `in_column` alone.
+  // Called for own negatives (own.cu), which are no positives and have no columns.
+  template <class Pair>
+  __device__ __forceinline__ static bool excluded(Real x, const Pair& p) { return (Each::excluded(x, p) | ...); }
+  // Called by sweeps: the same as `exclude_in_tile`, but only options that MASK are asked. For options that SPLIT, sweeps
+  // ask `in_row` and `in_column` alone.
   template <class Pair>
   __device__ __forceinline__ static void exclude_in_sweep(Real& x, const Pair& p) {
     if (is_positive(p)) return;

@@ -13,7 +13,7 @@ from .precision import K_SLICE, OPERAND_PARTS, DeviceProperties
 from .tile import BLOCK_M
 
 # Sweeps multiply 16-bit numbers. On Hopper, fp32 and tf32 become fp16x3 and fp16, so that portable
-# kernels remain for fp64, and for fp32 where limits need products of the same bits
+# kernels remain for fp64, and for fp32 where comparisons need products of the same bits
 # (`schedule.decisions.choose_precision`)
 SWEEP_PRECISIONS = ("fp16x3", "bf16x3", "bf16", "fp16")
 STRIP = 16  # rows of a gradient block that a warp has: kernels/cuda/sm90/sweep/strip.cuh
@@ -31,7 +31,7 @@ MOMENTS_BYTES = 4608
 GRADIENT_STRIP_BYTES = 8 * 1024  # a strip of the gradient block, for each consumer warpgroup
 VECTOR_BYTES = 1024  # a vector of real numbers: 4 bytes x 128 columns of a tile x 2 consumers
 IDS_AND_FACTORS_BYTES = 3 * 1024  # ids (8 bytes) and norm factors (4 bytes), for both consumers
-NAME_BYTES = 2 * VECTOR_BYTES  # a vector of groups or positive ids: 8 bytes x 128 x 2
+NAME_BYTES = 2 * VECTOR_BYTES  # a vector of integers of an option: 8 bytes x 128 x 2
 BARRIER_BYTES = 256
 # The most stages; for a sweep with dL/dx in registers, the most key tiles that stages hold
 MAX_STAGES, MAX_KEY_TILES = 8, 6
@@ -119,7 +119,7 @@ class Sweep:
             vector_bytes = VECTOR_BYTES * (6 + 2 * self.ids_or_factors)
             warpgroup_bytes = GRADIENT_STRIP_BYTES + SUMS_BYTES
             return BARRIER_BYTES + vector_bytes + self.warpgroups * warpgroup_bytes
-        number_bytes = VECTOR_BYTES * self.real_count  # limits and biases of columns
+        number_bytes = VECTOR_BYTES * self.real_count  # numbers of columns
         # Factors of columns; and reference exponents of columns, if there are no numbers. With
         # numbers, kernels read reference exponents from global memory (sm90/sweep/gradient.cuh)
         factor_bytes = VECTOR_BYTES * (1 if self.real_count else 2)

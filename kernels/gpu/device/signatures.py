@@ -23,12 +23,12 @@ from .compiler import SOURCES, flatten
 # Types of fields, as letters of Python's struct module. Each has 8 bytes, so there is no padding
 POINTER, INTEGER, NUMBER = "Q", "q", "d"
 LETTERS = {"i64": INTEGER, "double": NUMBER}
-# OPTIONAL: -D options that add fields to struct Block, (LABEL_WEIGHTS) to FinalizeArguments or
-# (OWN_...) to OwnNegatives, or (LINEAR) parameters to kernels
-_BLOCK = re.search(r"^struct Block .*?^};", flatten("block/options.cuh"), re.S | re.M)
-assert _BLOCK is not None
+# OPTIONAL: -D options that add fields to PairVectors, (LABEL_WEIGHTS) to FinalizeArguments or
+# (OWN_...) to PlainOwnNegatives, or (LINEAR) parameters to kernels
+_VECTORS = re.search(r"^struct PairVectors .*?^};", flatten("block/options.cuh"), re.S | re.M)
+assert _VECTORS is not None
 OPTIONAL = (
-    *re.findall(r"^#if (\w+)$", _BLOCK[0], re.M), "LABEL_WEIGHTS", "LINEAR", "OWN_INDICES",
+    *re.findall(r"^#if (\w+)$", _VECTORS[0], re.M), "LABEL_WEIGHTS", "LINEAR", "OWN_INDICES",
     "OWN_BIAS",
 )  # fmt: skip
 TENSOR_MAP = "TensorMap"  # the type of a tensor map, whose bytes the driver writes
@@ -39,10 +39,11 @@ CONVERSIONS = {
     NUMBER: "({0} if isinstance({0}, float) else float({0}))", TENSOR_MAP: "{}",
 }  # fmt: skip
 
-# C++ in the sources: comments, a structure (its base, its body), a kernel (its name, its
-# parameters), a method, fields or parameters of an option, and a declaration (its type, its names)
+# C++ in the sources: comments, a structure (its base, the base of a template, its body), a kernel
+# (its name, its parameters), a method, fields or parameters of an option, and a declaration (its
+# type, its names)
 _COMMENT = re.compile(r"//[^\n]*")
-_STRUCT = r"\bstruct {}(?: : (\w+))? \{{(.*?)\n\}};"
+_STRUCT = r"\bstruct {}(?: : (\w+)(?:<(\w+), \w+>)?)? \{{(.*?)\n\}};"
 _KERNEL = re.compile(r'extern "C" __global__ void\b[^{]*?\b(\w+)\s*\(([^(){}]*)\)\s*\{', re.S)
 _METHOD = re.compile(  # with braces up to three deep
     r"(?:template\s*<[^>]*>\s*)?__device__[^{;]*\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
@@ -219,13 +220,14 @@ def _source(file: str, options: tuple[str, ...] = ()) -> str:
 
 
 @cache
-def _structure(text: str, name: str) -> Structure:
-    """The structure `name` that `text` defines, after the fields of its base structure."""
+def _structure(text: str, name: str, plain: str | None = None) -> Structure:
+    """The structure `name` that `text` defines, after the fields of its base structure; `plain`:
+    the structure that is the base of a template."""
     match = re.search(_STRUCT.format(name), text, re.S)
     if match is None:
         raise ValueError(f"struct {name}: expected a definition whose fields have 8 bytes each")
-    base, body = match.groups()
-    inherited = _structure(text, base).fields if base else ()
+    base, plain_of_base, body = match.groups()
+    inherited = _structure(text, plain or base, plain_of_base).fields if base else ()
     return Structure(name, (*inherited, *_fields(text, _METHOD.sub("", body).split(";"))))
 
 

@@ -266,7 +266,7 @@ class Call:
     @property
     def limits_given(self) -> bool:
         """Whether vectors with which dot products are compared are known before the call."""
-        compared = [o.vectors[0].query for o in self.pairs if o.compares == "features"]
+        compared = [option.vectors[0].query for option in self.pairs.by_products]
         return any(name in self.row_vectors for name in compared)
 
     def pair_defines(self, columns: int) -> dict[str, int]:
@@ -301,9 +301,8 @@ class Call:
     def plain(self) -> bool:
         """Whether each row has one positive, and the softmax has no options but `ids`.
 
-        That is: no groups, positive ids, limits, guide, biases (`pair_options`); no margin,
-        decoupled, hardness (`row_loss_options`); no weights, own negatives, label smoothing,
-        classes or joint rows.
+        That is: no other `pair_options`; no margin, decoupled, hardness (`row_loss_options`); no
+        weights, own negatives, label smoothing, classes or joint rows.
         """
         options = self.pair_options or self.row_loss_options or self.weights
         options = options or self.own or self.linear_terms or self.joint

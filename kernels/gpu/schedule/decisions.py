@@ -148,7 +148,7 @@ def choose_precision(call: Call, device: DeviceProperties) -> str:
     # Products are compared with limits. Both passes must leave out the same pairs, so a product has
     # to have the same bits in both, also if one computes x_ji in place of x_ij. A block over ranks
     # (`limits_given`) does not tell whether queries are the keys of the whole call
-    if call.pairs.compare_features and (call.symmetric or call.limits_given):
+    if call.pairs.by_products and (call.symmetric or call.limits_given):
         # With two parts, products of a small part of one side and a large part of the other side
         # are added in a fixed order of the sides, so the sums x_ij and x_ji have different orders
         bits_vary = operand_precision in config.OPERAND_PARTS
@@ -427,8 +427,8 @@ def may_cache_exponentials(call: Call, operands: Operands, sweep: Sweep | None) 
     - There is a sweep, its precision has a cache, and rows are long enough (`MIN_CACHED_K_SLICES`).
     - The loss is `ROWS` or `BOTH`. `VIEWS` has a triangle, and `PAIRS` no log-sum-exp pass.
     - There is no teacher, and there are no retrieval ranks, whose pass would run between these two.
-    - Pairs have no options (groups, positive ids, limits, a guide, biases), which the kernel of
-      cached exponentials does not take. Ids are no such option.
+    - Pairs have no options, which the kernel of cached exponentials does not take. Ids are no such
+      option.
     - The call wants dK, or not `may_compute_in_one_pass`: one pass for dQ alone needs no cache.
     """
     dq_only = call.loss is LossForm.ROWS and call.key_gradient is None

@@ -78,7 +78,7 @@ def is_computed_by_kernels_only(problem: Problem) -> bool:
     - positive ids, whose weights must be converted to the precision of sums;
     - label smoothing with ids, because the ids must be numbered, or with weights of labels;
     - classes whose features are not summed (`Classes.in_sums`);
-    - groups, limits or biases of pairs, together with linear terms or a joint loss.
+    - options of pairs but ids, together with linear terms or a joint loss.
     """
     has_class_sums = problem.classes is None or problem.classes.in_sums is not None
     has_ids_or_weights = problem.query_ids is not None or problem.label_weights is not None

@@ -58,7 +58,7 @@ class Workspace:
 
 
 class PairVectors:
-    """Groups, positive ids, limits and biases as fields of struct Block (block/options.cuh).
+    """The vectors of options of pairs as fields of struct Block (block/options.cuh).
 
     `column_bias` has the bias of each column's key. Kernels add this bias to all logits of the
     column, so that both directions share one exponential. The bias cancels in the softmax over the
@@ -78,8 +78,9 @@ class PairVectors:
         for pair in problem.pair_options.vectors:
             query, key = pair.find(problem)
             if pair.unit and not query is key is None:
-                self.rows[pair.row or pair.query] = buffers.convert(query, pair.unit)
-                self.columns[pair.column or pair.key] = buffers.convert(key, pair.unit)
+                row, column = pair.fields
+                self.rows[row] = buffers.convert(query, pair.unit)
+                self.columns[column] = buffers.convert(key, pair.unit)
 
     def fields(self, rows: slice, columns: slice) -> Fields:
         """Fields that these options add to struct Block, for a block of the logit matrix."""
@@ -147,7 +148,7 @@ class Buffers:
 
     def prepare(self, problem: Problem) -> None:
         """Find, before the first pass: the feature divisors of float16, then the scale of products,
-        then limits and biases in the unit of products, also those of a guide.
+        then the vectors of options in the unit of products, also those of a guide.
 
         `GPU.run` calls this, and distill/solve.py for the distillation pass.
         """
