@@ -83,7 +83,7 @@ def has_no_tests(path: Path) -> bool | None:
     """True for a file without tests that run here: it is not in tests/gpu, and lacks the marker."""
     if path.suffix != ".py" or path.parent == ROOT / "tests" / "gpu":
         return None
-    return True if "emulated" not in path.read_text(encoding="utf-8") else None
+    return True if "mark.emulated" not in path.read_text(encoding="utf-8") else None
 
 
 def begin() -> None:

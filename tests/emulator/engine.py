@@ -53,13 +53,14 @@ KERNEL_OPTIONS = (
     "-Og",  # kernels are as fast as with -O1, and compile in two thirds of the time
     "-fvisibility=hidden",
     "-fsanitize=bounds,alignment",
+    "-fno-sanitize-recover=all",  # a failed check ends the launch: half of the code
     "-nodefaultlibs",
 )
 MORE_OPTIONS = tuple(os.environ.get("EMULATOR_CXXFLAGS", "").split())  # "-O0 -g": for a debugger
 ORDER_OPTIONS = ("-fsanitize=thread",)  # a call to runtime/order.cpp before each access
 LINE_OPTIONS = ("-g1",)  # lines, which `_error` reports; without them, a kernel compiles sooner
 KERNEL_LIBRARIES = ("-lm", "-lc", "-lgcc")
-RUNTIME_OPTIONS = ("-O3", "-g")
+RUNTIME_OPTIONS = ("-O3", "-g", "-shared")
 TIME_LIMIT = 600  # seconds for one compilation
 
 _LINE = re.compile(r'#line (\d+) "([^"]+)"')
@@ -105,29 +106,33 @@ def _machine_options() -> tuple[str, ...]:
 
 
 @cache
-def _compiler_version() -> str:
-    return subprocess.run([CXX, "--version"], capture_output=True, text=True, check=True).stdout
+def tools() -> str:
+    """A digest of what compiled kernels depend on, except for their sources and -D options."""
+    headers = "".join(path.read_text() for path in sorted((HERE / "headers").iterdir()))
+    version = subprocess.run([CXX, "--version"], capture_output=True, text=True, check=True).stdout
+    recipe = repr((headers, version, OPTIONS, _machine_options(), KERNEL_OPTIONS, MORE_OPTIONS))
+    return hashlib.sha256(recipe.encode()).hexdigest()
 
 
 def _build(
     text: str, suffix: str, options: Sequence[str], files: Sequence[str] = ("-x", "c++", "-")
 ) -> Path:
-    """The path of a shared library of `text` and `files`, which is compiled if it is not cached.
+    """The path of what `text` and `files` are compiled to, which is done if it is not cached.
 
     Its name is a digest of everything that it depends on.
     """
-    headers = "".join(path.read_text() for path in sorted((HERE / "headers").iterdir()))
-    recipe = repr((text, headers, options, files, _compiler_version()))
+    recipe = repr((text, options, files, tools()))
     directory = compiler.cache_directory() / "emulated"
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"{hashlib.sha256(recipe.encode()).hexdigest()[:32]}{suffix}.so"
+    path = directory / f"{hashlib.sha256(recipe.encode()).hexdigest()[:32]}{suffix}"
     if path.exists():
         return path
+    path.parent.mkdir(exist_ok=True)
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # other processes wait for the one that compiles it
         if not path.exists():
             part = path.with_suffix(f".{os.getpid()}")
-            command = [CXX, *OPTIONS, *_machine_options(), *options, "-shared", "-o", str(part)]
+            command = [CXX, *OPTIONS, *_machine_options(), *options, "-o", str(part)]
             done = subprocess.run(
                 [*command, *files], input=text, text=True, capture_output=True, cwd=directory,
                 timeout=TIME_LIMIT,
@@ -148,13 +153,20 @@ def _runtime() -> ctypes.CDLL:
     files = sorted(map(str, (HERE / "runtime").glob("*.cpp")))
     text = "".join(path.read_text() for path in sorted((HERE / "runtime").iterdir()))
     library = ctypes.CDLL(
-        str(_build(text, "-runtime", RUNTIME_OPTIONS, files)), mode=ctypes.RTLD_GLOBAL
+        str(_build(text, "-runtime.so", RUNTIME_OPTIONS, files)), mode=ctypes.RTLD_GLOBAL
     )
     library.emulator_error.restype = library.emulator_fault.restype = ctypes.c_char_p
     library.emulator_allocate.restype = ctypes.c_void_p
     library.emulator_allocate.argtypes = [ctypes.c_size_t, ctypes.c_size_t]
     library.emulator_free.argtypes = [ctypes.c_void_p]
     return library
+
+
+@cache
+def _precompiled(options: tuple[str, ...]) -> str:
+    """The folder of cuda.h, precompiled with these options. g++ passes over it with others."""
+    header = ("-x", "c++-header", str(HERE / "headers" / "cuda.h"))
+    return str(_build("", "-headers/cuda.h.gch", options, header).parent)
 
 
 def host_source(source: str) -> str:
@@ -199,9 +211,10 @@ def compile_source(source: str, options: Sequence[str]) -> str:
     macros.append(f"-D__CUDA_ARCH__={arch.rstrip('a')}0")
     if arch == "90a":
         macros.append("-D__CUDA_ARCH_FEAT_SM90_ALL=1")
-    files = ("-I", str(HERE / "headers"), "-x", "c++", "-", "-x", "none", *KERNEL_LIBRARIES)
     kernel_options = (*KERNEL_OPTIONS, *(ORDER_OPTIONS if WATCHES_ORDER else ()), *MORE_OPTIONS)
-    recipe = host_source(source), "", (*kernel_options, *macros), files
+    folders = ("-I", _precompiled(kernel_options), "-I", str(HERE / "headers"))
+    files = (*folders, "-x", "c++", "-", "-x", "none", *KERNEL_LIBRARIES)
+    recipe = host_source(source), ".so", (*kernel_options, "-shared", *macros), files
     path = str(_build(*recipe))
     _recipes[path] = recipe
     return path

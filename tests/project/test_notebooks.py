@@ -20,8 +20,18 @@ nbclient = pytest.importorskip("nbclient")
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 SMALLER = {  # of what takes long, fewer of the same kind
-    "02_precision_ladder": {"np.geomspace(0.005, 1, 12)": "np.geomspace(0.005, 1, 3)"},
-    "05_training": {"[32, 64, 128, 256, 512, 1024]": "[32, 1024]", "EPOCHS = 30": "EPOCHS = 8"},
+    "02_precision_ladder": {
+        "np.geomspace(0.005, 1, 12)": "np.geomspace(0.005, 1, 3)",
+        "np.arange(3, 11)": "np.arange(3, 9)",
+        "np.arange(9, 17)": "np.arange(9, 13)",
+        "pairs(2048, 512": "pairs(512, 512",
+        "np.linspace(0.2, 1.0, 17)": "np.linspace(0.2, 1.0, 5)",
+    },
+    "05_training": {
+        "[32, 64, 128, 256, 512, 1024]": "[32, 1024]",
+        "EPOCHS = 30": "EPOCHS = 4",
+        "epochs=40": "epochs=10",
+    },
     "07_variants": {"SEEDS = (0, 1)": "SEEDS = (0,)"},
 }
 named = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

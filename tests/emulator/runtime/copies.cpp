@@ -11,6 +11,7 @@ namespace device {
 namespace {
 
 constexpr int BOX_BYTES = 128;  // of a row of a box
+constexpr int CHUNK = 16;       // bytes that the swizzle moves together
 
 uint64_t swizzled(uint64_t at) { return at ^ (at >> 7 & 7) << 4; }  // 128-byte swizzle
 
@@ -38,15 +39,17 @@ void carry_out(const Load& load) {
     Block& block = state.blocks[rank];
     if (block.ended) fail(load.at, "TMA: a copy arrives in block %u, which has ended", block.index.x);
     char* shared = shared_range(block, load.to, (size_t)map.box_rows * BOX_BYTES, load.at);
-    for (int r = load.first; r < load.last; ++r)
-      for (int c = 0; c < BOX_BYTES; c += 2) {
-        const int64_t row = load.y + r, byte = column + c;
-        uint16_t element = 0;
-        if (row >= 0 && row < map.rows && byte >= 0 && byte < map.width)
-          memcpy(&element, map.data + row * map.stride + byte, 2);
-        const uint64_t at = swizzled((uint64_t)(load.to + r * BOX_BYTES + c));
-        memcpy(shared + (at - (uint64_t)load.to), &element, 2);
+    for (int r = load.first; r < load.last; ++r) {
+      const int64_t row = load.y + r;
+      const char* from = row >= 0 && row < map.rows ? map.data + row * map.stride : nullptr;
+      for (int c = 0; c < BOX_BYTES; c += CHUNK) {  // the swizzle keeps the order of bytes in a chunk
+        const int64_t first = std::max<int64_t>(column + c, 0), end = std::min(column + c + CHUNK, map.width);
+        char chunk[CHUNK] = {};  // zeros outside of the array
+        if (from && end - first == CHUNK) memcpy(chunk, from + first, CHUNK);
+        else if (from && first < end) memcpy(chunk + (first - column - c), from + first, (size_t)(end - first));
+        memcpy(shared + (swizzled((uint64_t)(load.to + r * BOX_BYTES + c)) - (uint64_t)load.to), chunk, CHUNK);
       }
+    }
     Mbarrier* mbarrier = find_mbarrier(block, load.mbarrier);
     if (!mbarrier) fail(load.at, "TMA: block %u has no mbarrier at shared memory + %ld", block.index.x, (long)load.mbarrier);
     if (!mbarrier->fenced) fail(load.at, "TMA: an mbarrier is used without a fence after its initialisation");

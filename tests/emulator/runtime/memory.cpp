@@ -197,10 +197,10 @@ struct TypeMismatch {
   unsigned char log_alignment, kind;
 };
 }  // namespace
-extern "C" void __ubsan_handle_out_of_bounds(const OutOfBounds* data, uintptr_t index) {
+extern "C" void __ubsan_handle_out_of_bounds_abort(const OutOfBounds* data, uintptr_t index) {
   fail({data->at.file, (int)data->at.line}, "index %ld of an array of type %s", (long)index, data->array->name);
 }
-extern "C" void __ubsan_handle_type_mismatch_v1(const TypeMismatch* data, uintptr_t address) {
+extern "C" void __ubsan_handle_type_mismatch_v1_abort(const TypeMismatch* data, uintptr_t address) {
   fail({data->at.file, (int)data->at.line}, "an access to %s at %#lx: expected a multiple of %d bytes", data->type->name,
        (unsigned long)address, 1 << data->log_alignment);
 }

@@ -164,7 +164,7 @@ std::string describe_waits() {
   for (Block& block : state.blocks) {
     std::map<std::string, std::vector<const Fiber*>> waiting;
     for (const Fiber& fiber : block.fibers)
-      if (!fiber.done) waiting[describe(fiber.wait, fiber.at)].push_back(&fiber);
+      if (!fiber.done) waiting[describe(fiber.wait ? *fiber.wait : Wait(), fiber.at)].push_back(&fiber);
     for (const auto& [what, fibers] : waiting) {
       if (++lines > 24) return text + "\n  ...";
       text += "\n  block " + std::to_string(block.index.x) + ", " + threads_of(fibers) + ": " + what;
@@ -287,15 +287,16 @@ void fail(Place at, const char* format, ...) {
   end_launch();
 }
 
-void wait_for(Wait wait, Place at) {
+void wait_for(const Wait& wait, Place at) {
   Fiber& fiber = me();
   fiber.at = at;
   if (wait.lets_go_on()) return;
-  fiber.wait = wait;
+  fiber.wait = &wait;
   Condition& condition = fiber.warp->conditions[fiber.lane()];
-  condition = wait;
+  condition.word = wait.word, condition.mask = wait.mask, condition.value = wait.value;
   yield();
-  condition = fiber.wait = Wait();
+  condition = Condition();
+  fiber.wait = nullptr;
 }
 
 void let_others_go_first(Place at) {

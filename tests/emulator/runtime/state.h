@@ -86,7 +86,7 @@ struct Fiber : Thread {
   bool done = false;
   bool polls = false, polls_others = false;  // polls memory; memory that another process may write
   uint32_t arrivals[16] = {};  // for each named barrier: 1 + the phase of the last arrival; 0: none
-  Wait wait;
+  const Wait* wait = nullptr;  // on this thread's stack; null: the thread does not wait
   Place at{};  // of the last synchronisation
   Seen seen;
   std::vector<std::vector<AsyncCopy>> copies;  // by committed group, oldest first
@@ -173,7 +173,7 @@ inline Warp& my_warp() { return *me().warp; }
 inline Block& my_block() { return *me().owner; }
 
 // schedule.cpp
-void wait_for(Wait wait, Place at);
+void wait_for(const Wait& wait, Place at);
 void let_others_go_first(Place at);  // in a random schedule, one time in 8
 bool is_on_a_stack(const void* address);
 [[noreturn]] void unordered_access(const void* address, bool writes, const Fiber& other, bool other_writes,

@@ -19,7 +19,7 @@ class NVRTCError(RuntimeError):
 
 def getVersion() -> tuple[Any, ...]:
     """Part of what names a compiled kernel, so it tells what the engine compiles."""
-    return "emulated", engine.WATCHES_ORDER
+    return "emulated", engine.WATCHES_ORDER, engine.tools()
 
 
 def createProgram(source: str, name: str, headers: Any, include_names: Any) -> int:
