@@ -90,7 +90,14 @@ def serve(
     connection: Connection | None, share: Callable[[Any], Any], compute: Callable[..., Any]
 ) -> None:
     """Computes tasks until the end. `share`: the task of the first process, on all processes."""
-    while (task := share(connection.recv() if connection else None)) is not None:
+
+    def receive() -> Any:
+        try:
+            return connection.recv() if connection else None
+        except EOFError:  # the test's process has ended without a word
+            return None
+
+    while (task := share(receive())) is not None:
         try:
             answer = compute(*task)
         except Exception as error:
