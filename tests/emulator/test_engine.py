@@ -127,27 +127,29 @@ def test_copies_are_late_or_early() -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_boxes_arrive_whole(seed: int) -> None:
-    """TMA copies a box of 4 rows from column 64 on, of a matrix of 3 rows and 72 columns: numbers
-    of the box that are outside of the matrix become 0."""
+@pytest.mark.parametrize(("x", "y"), [(64, 0), (-3, -1)])
+def test_boxes_arrive_whole(x: int, y: int, seed: int) -> None:
+    """TMA copies a box of 4 rows from row y and column x on, of a matrix of 3 rows and 72 columns:
+    numbers of the box that are outside of the matrix become 0."""
     matrix, out = Memory(3 * 144), Memory(512)
     matrix.view(np.uint16)[:] = np.arange(3 * 72)
     body = """
       u64& ready = *(u64*)(s + 512);
       if (t == 0) { barrier_init(ready, 1); fence_barrier_init(); }
       __syncthreads();
-      if (t == 0) { barrier_expect(ready, 512); tma_load(s, *(const TensorMap*)b, ready, 64, 0); }
+      if (t == 0) { barrier_expect(ready, 512); tma_load(s, *(const TensorMap*)b, ready, XY); }
       barrier_wait(ready, 0);
       for (int i = t; i < 128; i += 32) a[i] = ((int*)s)[i];
-    """
+    """.replace("XY", f"{x}, {y}")
     map_ = Memory(128, 128)
     map_.view()[:] = np.frombuffer(engine.tensor_map(matrix.ptr, 3, 144, 144, 4), np.uint8)
     launch(body, [out, map_], block=32, shared=1024, seed=seed)
     got = out.view(np.uint16).reshape(4, 8, 8)  # chunks of 16 bytes, swizzled by the row
+    padded = np.pad(matrix.view(np.uint16).reshape(3, 72), 64)
+    box = padded[64 + y : 68 + y, 64 + x : 128 + x].reshape(4, 8, 8)
     for row in range(4):
         for chunk in range(8):
-            want = [row * 72 + 64 + i for i in range(8)] if row < 3 and chunk == 0 else [0] * 8
-            assert got[row, chunk ^ row].tolist() == want
+            assert got[row, chunk ^ row].tolist() == box[row, chunk].tolist()
 
 
 @pytest.mark.parametrize("element", [16, -1])
