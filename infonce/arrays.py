@@ -16,7 +16,7 @@ import sys
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -341,6 +341,7 @@ def _use_memory_of_torch(torch: Any, cupy: Any, device: int, stream_pointer: int
 # (event, arrays) of calls that the GPU may not have done
 _read_by_gpu: deque[tuple[Any, list[Any]]] = deque()
 _read_by_gpu_lock = threading.Lock()
+_NOT_FOREIGN = int, float, str, type(None), np.ndarray, np.generic
 atexit.register(_read_by_gpu.clear)  # while the libraries are still there
 
 
@@ -353,7 +354,7 @@ def keep_until_read(feature: Array, *values: Any) -> None:
     """
     if not on_gpu(feature):
         return
-    foreign = [value for value in _flatten(values) if _has_other_stream(value)]
+    foreign = _find_foreign(values)
     cuda = sys.modules["cupy"].cuda
     # An event of a capture is never done. Whoever captures keeps the arrays of the graph
     if not foreign or cuda.get_current_stream().is_capturing():
@@ -366,21 +367,23 @@ def keep_until_read(feature: Array, *values: Any) -> None:
         _read_by_gpu.append((event, foreign))
 
 
-def _flatten(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
-        yield from _flatten([*value.values()])
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _flatten(each)
-    else:
-        yield value
-
-
-def _has_other_stream(value: Any) -> bool:
-    """Whether a value is an array of another library than NumPy, CuPy and PyTorch."""
-    exports = hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__")
-    known = isinstance(value, np.ndarray) or on_gpu(value)
-    return exports and not (known or _is_instance(value, "torch", "Tensor"))
+def _find_foreign(values: Iterable[Any]) -> list[Any]:
+    """The arrays of other libraries than NumPy, CuPy and PyTorch, also in lists and mappings. Each
+    call on a GPU comes here, so numbers and known arrays leave first."""
+    found, rest = [], [*values]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, _NOT_FOREIGN) or on_gpu(value):
+            continue
+        if _is_instance(value, "torch", "Tensor"):
+            continue
+        if isinstance(value, (tuple, list)):
+            rest += value
+        elif isinstance(value, dict):
+            rest += value.values()
+        elif hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__"):
+            found.append(value)
+    return found
 
 
 # (device, address) -> CuPy's stream. Entries are never removed: torch's pool of streams is small

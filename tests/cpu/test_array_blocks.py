@@ -1,5 +1,6 @@
 """Passes by operations on arrays, in blocks: their workspace, their memory, logits of any size."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import host_device
@@ -52,9 +53,10 @@ def test_members_of_segments(rows: list[int], columns: list[int], seed: int) -> 
         got = sum_members(np, others[order], values[order], begin, end)
         want = [sum(values[others == number]) for number in rows]
     near(got, want)
-    number, index_sums = Segments(own, others).members(np, np.arange(len(others)))
-    assert number.tolist() == [columns.count(each) for each in rows]
-    assert index_sums.tolist() == [np.flatnonzero(others == each).sum() for each in rows]
+    for xp in (np, SimpleNamespace(**vars(np))):  # the second one as CuPy
+        number, index_sums = Segments(own, others).members(xp, np.arange(len(others)))
+        assert number.tolist() == [columns.count(each) for each in rows]
+        assert index_sums.tolist() == [np.flatnonzero(others == each).sum() for each in rows]
 
 
 @pytest.mark.parametrize("grad_dtype", [np.float32, np.float64])
